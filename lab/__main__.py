@@ -1,0 +1,70 @@
+"""Command line of the lab; the Makefile's targets call it."""
+
+import argparse
+import shutil
+import sys
+
+from lab import doctor, machine, network
+from lab.machine import Machine
+from lab.settings import LabError, Settings
+from lab.shell import phase
+
+
+def machine_up(settings: Settings, args: argparse.Namespace) -> None:
+    """Make one machine on the lab's network and print how to reach it."""
+    network.up(settings)
+    one = Machine(args.name, args.last, args.kind, args.unprivileged)
+    one.up(settings)
+    print(f"ssh {' '.join(machine.ssh_options(settings))} root@{settings.address(args.last)}")
+
+
+def machine_down(settings: Settings, args: argparse.Namespace) -> None:
+    """Remove one machine."""
+    Machine(args.name, 0).down(settings)
+
+
+def down(settings: Settings, _: argparse.Namespace) -> None:
+    """Remove every machine of this lab, its bridge, rules, keys and control groups."""
+    with phase("lab down"):
+        names = [folder.name for folder in settings.lxcpath.iterdir()] if settings.lxcpath.exists() else []
+        for name in names:
+            Machine(name, 0).down(settings)
+        machine.clear_cgroups(settings, names)
+        network.down(settings)
+        machine.forbid_mapping(settings)
+        shutil.rmtree(settings.state, ignore_errors=True)
+
+
+def examine(settings: Settings, _: argparse.Namespace) -> None:
+    """Print what this machine lacks."""
+    findings = doctor.examine(settings)
+    print(doctor.report(findings))
+    if not all(finding.fine for finding in findings):
+        raise SystemExit(1)
+
+
+def main() -> None:
+    """Parse the command line and run the command."""
+    parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("down", help="remove all that the lab made").set_defaults(call=down)
+    commands.add_parser("doctor", help="say what this machine lacks").set_defaults(call=examine)
+    one = commands.add_parser("machine", help="a single machine on the lab's network").add_subparsers(required=True)
+    make = one.add_parser("up")
+    make.add_argument("name")
+    make.add_argument("--last", type=int, required=True, help="last number of its address, 2 to 254")
+    make.add_argument("--kind", choices=["guest", "host"], default="guest")
+    make.add_argument("--unprivileged", action="store_true")
+    make.set_defaults(call=machine_up)
+    remove = one.add_parser("down")
+    remove.add_argument("name")
+    remove.set_defaults(call=machine_down)
+    args = parser.parse_args()
+    try:
+        args.call(Settings.from_environment(), args)
+    except LabError as error:
+        sys.exit(f"lab: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Root file systems of the lab's machines: Debian, built once, cached by a hash of what goes into them."""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.settings import LabError, Settings
+from lab.shell import run
+
+SUITE = "bookworm"
+BASE = (
+    "ca-certificates,dbus,iproute2,iputils-ping,libpam-systemd,openssh-server,procps,python3,python3-apt,"
+    "sudo,systemd,systemd-sysv,udev"
+)
+HOST = f"{BASE},kmod,lxc,lxcfs,pciutils,uidmap,zstd"
+"""What Proxmox VE brings as well: LXC and what its guests need."""
+
+CA_FOLDER = Path("/usr/local/share/ca-certificates")
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """The Debian archives this machine uses; the lab's machines use the same."""
+
+    main: str
+    security: str
+
+    def lines(self) -> list[str]:
+        """Return the sources in one-line form for SUITE."""
+        return [
+            f"deb {self.main} {SUITE} main",
+            f"deb {self.main} {SUITE}-updates main",
+            f"deb {self.security} {SUITE}-security main",
+        ]
+
+
+def parse_mirror(texts: list[str]) -> Mirror:
+    """Find the Debian mirror in apt source files of either form.
+
+    Args:
+        texts: contents of sources.list and of each file in sources.list.d.
+
+    Raises:
+        LabError: none of them names a Debian archive.
+    """
+    pairs: list[tuple[str, str]] = []
+    for text in texts:
+        for block in re.split(r"\n\s*\n", text):
+            lines = [line for line in block.splitlines() if not line.lstrip().startswith("#")]
+            fields = dict(
+                re.match(r"([\w-]+):\s*(.*)", line).groups() for line in lines if re.match(r"[\w-]+:\s", line)
+            )  # type: ignore[union-attr]
+            if "URIs" in fields and "deb" in fields.get("Types", "").split():
+                pairs += [(uri, fields.get("Suites", "")) for uri in fields["URIs"].split()]
+            for line in lines:
+                found = re.match(r"\s*deb\s+(?:\[[^\]]*\]\s+)?(\S+)\s+(\S+)", line)
+                if found:
+                    pairs.append((found[1], found[2]))
+    named = [(uri.rstrip("/"), suites) for uri, suites in pairs if re.search(r"/debian(-security)?/?$", uri)]
+    main = next((uri for uri, _ in named if uri.endswith("/debian")), None)
+    if main is None:
+        raise LabError(
+            "apt sources: no Debian archive found in /etc/apt (an address that ends in /debian). "
+            "Name one in /etc/apt/sources.list, as on any Debian 12."
+        )
+    security = next((uri for uri, _ in named if uri.endswith("/debian-security")), f"{main}-security")
+    return Mirror(main, security)
+
+
+def machine_mirror(etc_apt: Path = Path("/etc/apt")) -> Mirror:
+    """Return the mirror that this machine's own apt uses."""
+    files = [etc_apt / "sources.list", *sorted((etc_apt / "sources.list.d").glob("*"))]
+    return parse_mirror([file.read_text() for file in files if file.is_file()])
+
+
+def authorities() -> list[Path]:
+    """Return the extra certificate authorities this machine trusts (a company's proxy, say)."""
+    return sorted(CA_FOLDER.glob("*.crt"))
+
+
+def digest(include: str, mirror: Mirror) -> str:
+    """Return the cache key: everything that decides what is in the archive."""
+    state = hashlib.sha256()
+    for part in (include, SUITE, *mirror.lines(), Path(__file__).read_text()):
+        state.update(part.encode() + b"\0")
+    for file in authorities():
+        state.update(file.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def archive(settings: Settings, kind: str) -> Path:
+    """Return a .tar.zst of a Debian root file system, built on first use.
+
+    Args:
+        settings: the lab.
+        kind: "host" (with LXC, as a Proxmox host has) or "guest".
+
+    Raises:
+        LabError: mmdebstrap failed.
+    """
+    include = {"host": HOST, "guest": BASE}[kind]
+    mirror = machine_mirror()
+    target = settings.cache / "rootfs" / f"debian-12-{kind}_{digest(include, mirror)}_amd64.tar.zst"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for stale in target.parent.glob(f"debian-12-{kind}_*"):
+        stale.unlink()
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        overlay = Path(work) / "overlay"
+        certificates = overlay / CA_FOLDER.relative_to("/")
+        certificates.mkdir(parents=True)
+        for file in authorities():
+            shutil.copy(file, certificates / file.name)
+        units = "lxc-net.service lxc-monitord.service" if kind == "host" else ""
+        built = Path(work) / "rootfs.tar"
+        run(
+            [
+                "mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", f"--include={include}",
+                '--aptopt=Acquire::Languages "none"', '--aptopt=APT::Install-Recommends "false"',
+                "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/locale/*",
+                "--dpkgopt=path-exclude=/usr/share/doc/*",
+                f'--customize-hook=copy-in {overlay}/usr /',
+                '--customize-hook=chroot "$1" update-ca-certificates',
+                '--customize-hook=chroot "$1" systemctl mask sys-kernel-debug.mount getty@tty1.service console-getty.service '
+                f"apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer {units}",
+                '--customize-hook=chroot "$1" systemctl enable systemd-networkd',
+                '--customize-hook=rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/hostname "$1"/etc/machine-id; '
+                'touch "$1"/etc/machine-id',
+                SUITE, built, *mirror.lines(),
+            ],
+            env={**os.environ, "TMPDIR": work},
+        )  # fmt: skip
+        partial = Path(work) / target.name
+        run(["zstd", "--quiet", "-3", "-T0", built, "-o", partial])
+        partial.rename(target)
+    return target
