@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from pathlib import Path
 
 from lab.rootfs import machine_mirror
 from lab.settings import LabError, Settings
-from lab.shell import succeeds
 
 PACKAGES = {
     "iptables": "iptables",
@@ -54,6 +54,12 @@ def free_disk_gib(folder: Path) -> float:
     return shutil.disk_usage(folder).free / 2**30
 
 
+def release_number(release: str) -> tuple[int, int]:
+    """Return the first two numbers of a kernel release such as 6.1.0-37-amd64."""
+    major, minor = re.findall(r"\d+", release)[:2]
+    return int(major), int(minor)
+
+
 def _mirror() -> str:
     return machine_mirror().main
 
@@ -83,17 +89,9 @@ def examine(settings: Settings) -> list[Finding]:
         check(
             f"disk {folder}", free >= NEEDED_DISK_GIB, f"{free:.0f} GiB free", f"{NEEDED_DISK_GIB} GiB free are needed"
         )
-    check(
-        "bridge",
-        Path("/sys/class/net", settings.bridge).exists() or succeeds(["ip", "link", "show", "lo"]),
-        settings.bridge,
-        "iproute2 cannot talk to the kernel",
-    )
-    controllers = Path("/proc/filesystems").read_text()
-    check("cgroup2", "cgroup2" in controllers, "yes", "a kernel with cgroup2 is needed")
-    check(
-        "idmapped mounts", os.uname().release.split(".")[0] >= "6" or succeeds(["false"]), "yes", "kernel 6.1 or newer"
-    )
+    check("cgroup2", "cgroup2" in Path("/proc/filesystems").read_text(), "yes", "a kernel with cgroup2 is needed")
+    release = os.uname().release
+    check("kernel", release_number(release) >= (6, 1), release, f"{release}: 6.1 or newer is needed (idmapped mounts)")
     check("environment", importlib.util.find_spec("ansible") is not None, "ansible is there", "`make env` makes it")
     return findings
 
