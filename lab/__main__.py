@@ -29,7 +29,7 @@ def down(settings: Settings, _: argparse.Namespace) -> None:
         names = [folder.name for folder in settings.lxcpath.iterdir()] if settings.lxcpath.exists() else []
         for name in names:
             Machine(name, 0).down(settings)
-        machine.clear_cgroups(settings, names)
+        machine.clear_cgroups(names)
         network.down(settings)
         machine.forbid_mapping(settings)
         shutil.rmtree(settings.state, ignore_errors=True)

@@ -116,7 +116,8 @@ class Machine:
             if time.monotonic() > end:
                 raise LabError(
                     f"{self.name}: no SSH on {settings.address(self.last)} within {START_TIMEOUT_S:.0f} s. "
-                    f"Look at {self.folder(settings) / 'lxc.log'} and `lxc-attach -P {settings.lxcpath} -n {self.name}`."
+                    f"Look at {self.folder(settings) / 'lxc.log'}; "
+                    f"`lxc-attach -P {settings.lxcpath} -n {self.name}` opens a shell in it."
                 )
             time.sleep(0.2)
 
@@ -212,7 +213,7 @@ def ssh_options(settings: Settings) -> list[str]:
     ]  # fmt: skip
 
 
-def clear_cgroups(settings: Settings, names: list[str]) -> None:
+def clear_cgroups(names: list[str]) -> None:
     """Remove control groups that a killed container left behind."""
     mark = {f"lxc.{part}.{name}" for name in names for part in ("payload", "monitor")}
     hierarchies = [Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").iterdir()]

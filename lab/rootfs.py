@@ -19,6 +19,15 @@ BASE = (
 HOST = f"{BASE},kmod,lxc,lxcfs,pciutils,uidmap,zstd"
 """What Proxmox VE brings as well: LXC and what its guests need."""
 
+MASKED = (
+    "sys-kernel-debug.mount getty@tty1.service console-getty.service apt-daily.timer apt-daily-upgrade.timer "
+    "e2scrub_all.timer fstrim.timer"
+)
+"""Units that fail in a container or would take the machine's two cores at a bad moment."""
+
+KEPT = 3
+"""Archives of a kind that stay in the cache beside a new one."""
+
 CA_FOLDER = Path("/usr/local/share/ca-certificates")
 
 
@@ -51,11 +60,9 @@ def parse_mirror(texts: list[str]) -> Mirror:
     for text in texts:
         for block in re.split(r"\n\s*\n", text):
             lines = [line for line in block.splitlines() if not line.lstrip().startswith("#")]
-            fields = dict(
-                re.match(r"([\w-]+):\s*(.*)", line).groups() for line in lines if re.match(r"[\w-]+:\s", line)
-            )  # type: ignore[union-attr]
-            if "URIs" in fields and "deb" in fields.get("Types", "").split():
-                pairs += [(uri, fields.get("Suites", "")) for uri in fields["URIs"].split()]
+            fields = {key: value for line in lines for key, value in re.findall(r"^([\w-]+):\s*(.*)", line)}
+            if "deb" in fields.get("Types", "").split():
+                pairs += [(uri, fields.get("Suites", "")) for uri in fields.get("URIs", "").split()]
             for line in lines:
                 found = re.match(r"\s*deb\s+(?:\[[^\]]*\]\s+)?(\S+)\s+(\S+)", line)
                 if found:
@@ -82,11 +89,28 @@ def authorities() -> list[Path]:
     return sorted(CA_FOLDER.glob("*.crt"))
 
 
-def digest(include: str, mirror: Mirror) -> str:
-    """Return the cache key: everything that decides what is in the archive."""
-    state = hashlib.sha256()
-    for part in (include, SUITE, *mirror.lines(), Path(__file__).read_text()):
-        state.update(part.encode() + b"\0")
+def recipe(kind: str, mirror: Mirror) -> list[str]:
+    """Return the arguments of mmdebstrap that decide what is in the archive of this kind."""
+    masked = f"{MASKED} lxc-net.service lxc-monitord.service" if kind == "host" else MASKED
+    return [
+        "--variant=minbase",
+        "--mode=root",
+        f"--include={HOST if kind == 'host' else BASE}",
+        '--aptopt=Acquire::Languages "none"',
+        '--aptopt=APT::Install-Recommends "false"',
+        *(f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("man", "locale", "doc")),
+        '--customize-hook=chroot "$1" update-ca-certificates',
+        f'--customize-hook=chroot "$1" systemctl mask {masked}',
+        '--customize-hook=chroot "$1" systemctl enable systemd-networkd',
+        '--customize-hook=rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/hostname; : >"$1"/etc/machine-id',
+        SUITE,
+        *mirror.lines(),
+    ]
+
+
+def digest(words: list[str]) -> str:
+    """Return the cache key of a recipe together with the certificates that go into the archive."""
+    state = hashlib.sha256("\0".join(words).encode())
     for file in authorities():
         state.update(file.read_bytes())
     return state.hexdigest()[:16]
@@ -102,40 +126,24 @@ def archive(settings: Settings, kind: str) -> Path:
     Raises:
         LabError: mmdebstrap failed.
     """
-    include = {"host": HOST, "guest": BASE}[kind]
-    mirror = machine_mirror()
-    target = settings.cache / "rootfs" / f"debian-12-{kind}_{digest(include, mirror)}_amd64.tar.zst"
+    *options, suite, main, updates, security = recipe(kind, machine_mirror())
+    folder = settings.cache / "rootfs"
+    target = folder / f"debian-12-{kind}_{digest([*options, suite, main, updates, security])}_amd64.tar.zst"
     if target.exists():
+        target.touch()
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f"debian-12-{kind}_*"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in sorted(folder.glob(f"debian-12-{kind}_*"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
         stale.unlink()
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        overlay = Path(work) / "overlay"
-        certificates = overlay / CA_FOLDER.relative_to("/")
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        certificates = Path(work) / "overlay" / CA_FOLDER.relative_to("/")
         certificates.mkdir(parents=True)
         for file in authorities():
             shutil.copy(file, certificates / file.name)
-        units = "lxc-net.service lxc-monitord.service" if kind == "host" else ""
-        built = Path(work) / "rootfs.tar"
-        run(
-            [
-                "mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", f"--include={include}",
-                '--aptopt=Acquire::Languages "none"', '--aptopt=APT::Install-Recommends "false"',
-                "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/locale/*",
-                "--dpkgopt=path-exclude=/usr/share/doc/*",
-                f'--customize-hook=copy-in {overlay}/usr /',
-                '--customize-hook=chroot "$1" update-ca-certificates',
-                '--customize-hook=chroot "$1" systemctl mask sys-kernel-debug.mount getty@tty1.service console-getty.service '
-                f"apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer {units}",
-                '--customize-hook=chroot "$1" systemctl enable systemd-networkd',
-                '--customize-hook=rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/hostname "$1"/etc/machine-id; '
-                'touch "$1"/etc/machine-id',
-                SUITE, built, *mirror.lines(),
-            ],
-            env={**os.environ, "TMPDIR": work},
-        )  # fmt: skip
-        partial = Path(work) / target.name
+        built, partial = Path(work) / "rootfs.tar", Path(work) / target.name
+        copy = f"--customize-hook=copy-in {work}/overlay/usr /"
+        sources = [main, updates, security]
+        run(["mmdebstrap", "--quiet", copy, *options, suite, built, *sources], env={**os.environ, "TMPDIR": work})
         run(["zstd", "--quiet", "-3", "-T0", built, "-o", partial])
         partial.rename(target)
     return target
