@@ -1,0 +1,802 @@
+#!/usr/bin/python3
+"""Ansible module: one LXC container, by the same definition on Proxmox VE (pct) and on plain LXC."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+
+DOCUMENTATION = r"""
+module: lxc_guest
+short_description: One LXC container on Proxmox VE or plain LXC
+description:
+  - Creates, configures, starts, restarts, stops and removes a container. All problems of a definition are found before
+    anything is changed and reported together, each with variable, value and remedy.
+  - An existing container is only touched where it differs. The return value C(restart_required) says that a running
+    container still has the old configuration.
+options:
+  backend: {type: str, required: true, choices: [lxc, pct], description: What manages containers on the host.}
+  state:
+    type: str
+    default: present
+    choices: [checked, present, started, restarted, stopped, absent]
+    description: V(checked) only looks for problems, V(present) creates and configures, V(started) also starts.
+  vmid: {type: int, required: true, description: Number of the container on its host.}
+  name: {type: str, required: true, description: Host name of the container.}
+  template: {type: str, description: Tarball of the root file system (lxc) or volume id of the template (pct).}
+  storage: {type: str, default: local, description: Storage of the root file system (pct only).}
+  rootfs_size_gib: {type: int, default: 32, description: Size of the root file system in GiB (pct only).}
+  cores: {type: int, default: 0, description: CPU cores, 0 for all.}
+  memory_mib: {type: int, default: 0, description: Memory limit in MiB, 0 for none.}
+  swap_mib: {type: int, default: 0, description: Swap limit in MiB beside the memory limit.}
+  privileged: {type: bool, default: false, description: Whether root in it is root on the host.}
+  nesting: {type: bool, default: false, description: Whether containers can run inside it.}
+  bridge: {type: str, description: Bridge of the host that carries its network interface.}
+  address: {type: str, description: Its address in CIDR form.}
+  gateway: {type: str, description: Its default gateway.}
+  nameservers: {type: list, elements: str, default: [], description: Its name servers; the host's where empty.}
+  ssh_public_keys: {type: list, elements: str, default: [], description: Keys that may log in as root, set at creation.}
+  devices: {type: list, elements: path, default: [], description: Device nodes of the host that it may use.}
+  mounts:
+    type: list
+    elements: dict
+    default: []
+    description: Folders of the host shown in it.
+    options:
+      source: {type: path, required: true, description: Folder on the host.}
+      target: {type: path, required: true, description: Folder in the container.}
+      read_only: {type: bool, default: false, description: Whether it can only be read.}
+  planned_devices:
+    type: list
+    elements: path
+    default: []
+    description: Device nodes that an earlier step of the same play makes; they may be missing while checking.
+  autostart: {type: bool, default: true, description: Whether it starts with the host.}
+  lxcpath: {type: path, default: /var/lib/lxc, description: Folder of containers (lxc only).}
+author: [maintainers]
+"""
+
+EXAMPLES = r"""
+- name: A container with one GPU
+  lxc_guest:
+    backend: pct
+    state: started
+    vmid: 200
+    name: ct200
+    template: local:vztmpl/debian-12-standard_12.7-1_amd64.tar.zst
+    bridge: vmbr0
+    address: 192.0.2.200/24
+    gateway: 192.0.2.1
+    ssh_public_keys: ["{{ lookup('ansible.builtin.file', '~/.ssh/id_ed25519.pub') }}"]
+    devices: [/dev/nvidia0, /dev/nvidiactl, /dev/nvidia-uvm]
+"""
+
+RETURN = r"""
+restart_required: {type: bool, returned: always, description: A running container still has the old configuration.}
+exists: {type: bool, returned: always, description: Whether the container exists now.}
+host_keys: {type: list, elements: str, returned: when it runs, description: Public SSH host keys of the container.}
+"""
+
+SHARE = Path("/usr/share/lxc/config")
+GUESTS = Path("/etc/gpu-devices/guests")
+PVE_CONFIG = Path("/etc/pve/lxc")
+ID_MAP_START = 100000
+ID_MAP_SIZE = 65536
+MARK = "# Managed by the Ansible role lxc_container."
+STOP_TIMEOUT_S = 60
+PENDING = "[pve:pending]"
+RAW_DEVICE_LINE = re.compile(r"^lxc\.(cgroup2?\.devices\.|mount\.entry:\s*/dev/nvidia)")
+
+
+class GuestError(Exception):
+    """A container that cannot be made as defined; the text says why."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of the host shown in the container."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class Guest:
+    """The definition of a container; the fields are described in DOCUMENTATION."""
+
+    vmid: int
+    name: str
+    template: str = ""
+    storage: str = "local"
+    rootfs_size_gib: int = 32
+    cores: int = 0
+    memory_mib: int = 0
+    swap_mib: int = 0
+    privileged: bool = False
+    nesting: bool = False
+    bridge: str = ""
+    address: str = ""
+    gateway: str = ""
+    nameservers: tuple[str, ...] = ()
+    ssh_public_keys: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = field(default=())
+    autostart: bool = True
+    planned_devices: tuple[str, ...] = ()
+
+    @property
+    def ip(self) -> str:
+        """Its address without the prefix length."""
+        return self.address.partition("/")[0]
+
+    @property
+    def hwaddr(self) -> str:
+        """A hardware address that stays the same over restarts, so that neighbours keep reaching it."""
+        digest = hashlib.sha256(f"{self.name} {self.ip}".encode()).hexdigest()
+        return ":".join(["02", *(digest[i : i + 2] for i in range(0, 10, 2))])
+
+
+def lxc_config(guest: Guest, folder: Path) -> str:
+    """Return the whole configuration file of a container for plain LXC.
+
+    Order matters: userns.conf clears the device rules, common.conf sets the allow-list, then come the container's own.
+
+    Args:
+        guest: the definition.
+        folder: the container's folder, with rootfs and, where it has devices, devices.conf.
+    """
+    lines = [MARK, f"# vmid: {guest.vmid}"]
+    if not guest.privileged:
+        lines += [f"lxc.include = {SHARE}/userns.conf"]
+    lines += [f"lxc.include = {SHARE}/common.conf"]
+    if guest.nesting:
+        lines += [f"lxc.include = {SHARE}/nesting.conf"]
+    lines += [
+        f"lxc.uts.name = {guest.name}",
+        f"lxc.apparmor.profile = {'generated' if Path('/sys/kernel/security/apparmor').exists() else 'unconfined'}",
+        f"lxc.rootfs.path = dir:{folder}/rootfs",
+    ]
+    if not guest.privileged:
+        lines += [
+            "lxc.rootfs.options = idmap=container",
+            f"lxc.idmap = u 0 {ID_MAP_START} {ID_MAP_SIZE}",
+            f"lxc.idmap = g 0 {ID_MAP_START} {ID_MAP_SIZE}",
+        ]
+    lines += [
+        "lxc.net.0.type = veth",
+        f"lxc.net.0.link = {guest.bridge}",
+        f"lxc.net.0.veth.pair = veth{guest.vmid}i0",
+        "lxc.net.0.name = eth0",
+        f"lxc.net.0.hwaddr = {guest.hwaddr}",
+        "lxc.net.0.flags = up",
+        f"lxc.net.0.ipv4.address = {guest.address}",
+    ]
+    if guest.gateway:
+        lines += [f"lxc.net.0.ipv4.gateway = {guest.gateway}"]
+    if guest.cores:
+        lines += [f"lxc.cgroup2.cpu.max = {guest.cores * 100000} 100000"]
+    if guest.memory_mib:
+        lines += [
+            f"lxc.cgroup2.memory.max = {guest.memory_mib}M",
+            f"lxc.cgroup2.memory.swap.max = {guest.swap_mib}M",
+        ]
+    for mount in guest.mounts:
+        options = "bind,create=dir" + (",ro" if mount.read_only else "")
+        lines += [f"lxc.mount.entry = {mount.source} {mount.target.lstrip('/')} none {options} 0 0"]
+    if guest.devices:
+        lines += [f"lxc.include = {folder}/devices.conf"]
+    # What it was started with, whoever starts it: the next run knows from this whether a restart is due.
+    lines += ["lxc.hook.version = 1", f'lxc.hook.pre-start = sh -c "cat {folder}/*conf* >{folder}/started"']
+    lines += [f"lxc.start.auto = {int(guest.autostart)}"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def pct_options(guest: Guest) -> dict[str, str]:
+    """Return the options of `pct set` that this definition owns."""
+    options = {
+        "hostname": guest.name,
+        "memory": str(guest.memory_mib or 0),
+        "swap": str(guest.swap_mib),
+        "onboot": str(int(guest.autostart)),
+        "features": f"nesting={int(guest.nesting)}",
+        "net0": f"name=eth0,bridge={guest.bridge},hwaddr={guest.hwaddr.upper()},ip={guest.address},type=veth"
+        + (f",gw={guest.gateway}" if guest.gateway else ""),
+    }
+    if not guest.memory_mib:
+        del options["memory"]
+    if guest.cores:
+        options["cores"] = str(guest.cores)
+    if guest.nameservers:
+        options["nameserver"] = " ".join(guest.nameservers)
+    for index, device in enumerate(guest.devices):
+        options[f"dev{index}"] = f"{device},mode=0666"
+    for index, mount in enumerate(guest.mounts):
+        options[f"mp{index}"] = f"{mount.source},mp={mount.target}" + (",ro=1" if mount.read_only else "")
+    return options
+
+
+def normal(value: str) -> tuple[str, ...]:
+    """Return an option's value so that two spellings of the same thing compare equal (order of k=v parts)."""
+    first, *rest = value.split(",")
+    parts = [first, *rest] if "=" in first else rest
+    head = () if "=" in first else (first.strip(),)
+    return (*head, *sorted(part.strip() for part in parts))
+
+
+def main_section(text: str) -> dict[str, str]:
+    """Return the options in a Proxmox container file with those that wait for a restart, without its snapshots'."""
+    options, section = {}, PENDING
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip()
+        if section != PENDING:
+            continue
+        found = re.match(r"([\w.]+)\s*[:=]\s*(.*)", line)
+        if found and not line.startswith("#"):
+            options[found[1]] = found[2].strip()
+    return options
+
+
+def pct_changes(current: dict[str, str], wanted: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return what `pct set` has to set and to delete. Only devN and mpN that we no longer want are deleted."""
+    changed = {key: value for key, value in wanted.items() if normal(current.get(key, "")) != normal(value)}
+    stale = sorted(key for key in current if re.fullmatch(r"(dev|mp)\d+", key) and key not in wanted)
+    return changed, stale
+
+
+def without_raw_devices(text: str) -> str:
+    """Return a Proxmox container file without hand-written device lines in its main section.
+
+    Such lines have fixed majors, and lxc.cgroup.devices is ignored on cgroup2; devN entries take their place.
+    """
+    head, mark, snapshots = text.partition("\n[")
+    kept = [line for line in head.splitlines() if not RAW_DEVICE_LINE.match(line)]
+    return (
+        "\n".join(kept)
+        + ("\n" if text.endswith("\n") or mark else "")
+        + (mark.lstrip("\n") + snapshots if mark else "")
+    )
+
+
+def definition_problems(guest: Guest) -> list[str]:
+    """Return what is wrong with a definition by itself."""
+    problems = []
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", guest.name):
+        problems.append(f"lxc_container_name: {guest.name!r} is not a host name (letters, digits, hyphens).")
+    if guest.vmid < 100:
+        problems.append(f"lxc_container_vmid: {guest.vmid} is below 100, which Proxmox VE reserves. Choose a free one.")
+    try:
+        interface = ipaddress.ip_interface(guest.address)
+        if "/" not in guest.address:
+            problems.append(
+                f"lxc_container_address: {guest.address!r} has no prefix length. Write it as {guest.address}/24."
+            )
+        elif guest.gateway and ipaddress.ip_address(guest.gateway) not in interface.network:
+            problems.append(
+                f"lxc_container_gateway: {guest.gateway} is not in {interface.network} of lxc_container_address. "
+                "Correct one of the two."
+            )
+    except ValueError as error:
+        problems.append(f"lxc_container_address: {error}. Write an address with prefix length, such as 192.0.2.200/24.")
+    if not guest.ssh_public_keys:
+        problems.append("lxc_container_ssh_public_keys: empty, nobody could log in. Give at least one public key.")
+    for key in guest.ssh_public_keys:
+        if not re.match(r"(ssh-|ecdsa-|sk-)\S+ \S+", key):
+            problems.append(
+                f"lxc_container_ssh_public_keys: {key[:40]!r} is not a public key. Give the text of a .pub file."
+            )
+    return problems
+
+
+def run(argv: list[str], check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a program.
+
+    Raises:
+        GuestError: it is missing, or failed and `check` is set.
+    """
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise GuestError(f"{argv[0]} is not on this host; is lxc_container_backend right for it?") from error
+    if check and done.returncode:
+        text = (done.stderr or done.stdout).strip()
+        raise GuestError(f"`{' '.join(argv)}` ended with {done.returncode}: {text[-800:]}")
+    return done
+
+
+def answers(address: str) -> bool:
+    """Tell whether a machine with this address answers to ARP (or neighbour discovery) from this host."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.sendto(b"", (address, 9))
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        state = run(["ip", "neighbour", "show", address], check=False).stdout
+        if "lladdr" in state and "FAILED" not in state and "INCOMPLETE" not in state:
+            return True
+        if "FAILED" in state or not state.strip():
+            return False
+        time.sleep(0.1)
+    return False
+
+
+def readable_text(path: Path) -> str:
+    """Return a file's text, empty where there is none."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def write(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file in one step."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.chmod(mode)
+    new.rename(path)
+
+
+class Backend:
+    """What both managers of containers have in common."""
+
+    def __init__(self, guest: Guest, dry: bool) -> None:
+        """Work on one container; with `dry` nothing is changed."""
+        self.guest = guest
+        self.dry = dry
+        self.before = ""
+        self.after = ""
+
+    def problems(self) -> list[str]:
+        """Return all that stands in the way of the definition on this host."""
+        guest, found = self.guest, definition_problems(self.guest)
+        if guest.bridge and not Path("/sys/class/net", guest.bridge, "bridge").exists():
+            bridges = sorted(folder.parent.name for folder in Path("/sys/class/net").glob("*/bridge"))
+            found.append(f"lxc_container_bridge: {guest.bridge!r} is not a bridge of this host; it has {bridges}.")
+        for device in guest.devices:
+            if not is_device(device) and device not in guest.planned_devices:
+                found.append(
+                    f"lxc_container_devices: {device} is not a character device on this host. Name it in "
+                    "gpu_devices_nodes, load its driver, or take it out."
+                )
+        for mount in guest.mounts:
+            if not Path(mount.source).exists():
+                found.append(
+                    f"lxc_container_mounts: {mount.source} does not exist on this host. Make it, or take it out."
+                )
+        memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        if guest.memory_mib > memory_mib:
+            found.append(f"lxc_container_memory_mib: {guest.memory_mib} is more than the host's {memory_mib}.")
+        for other, ip in self.others():
+            if guest.ip and ip == guest.ip:
+                found.append(f"lxc_container_address: {guest.address} is {other}'s on this host. Choose a free one.")
+        if not found and not self.running() and answers(guest.ip):
+            found.append(
+                f"lxc_container_address: {guest.address} is in use: a machine answers there, while {guest.name} is not "
+                "running. Choose a free address, or turn the other machine off."
+            )
+        return found
+
+    def exists(self) -> bool:
+        """Tell whether the container exists whole."""
+        raise NotImplementedError
+
+    def running(self) -> bool:
+        """Tell whether it runs."""
+        raise NotImplementedError
+
+    def others(self) -> Iterator[tuple[str, str]]:
+        """Yield name and address of the host's other containers."""
+        raise NotImplementedError
+
+    def create(self) -> None:
+        """Create the container, not yet started."""
+        raise NotImplementedError
+
+    def configure(self) -> bool:
+        """Bring the configuration to the definition and tell whether it changed."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start it."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Shut it down, at once where it does not follow in time."""
+        raise NotImplementedError
+
+    def destroy(self) -> None:
+        """Remove it with its data."""
+        raise NotImplementedError
+
+    def execute(self, argv: list[str]) -> str:
+        """Run a program in it and return what it prints."""
+        raise NotImplementedError
+
+    def stale(self) -> bool:
+        """Tell whether it has run since before its configuration changed."""
+        raise NotImplementedError
+
+    def host_keys(self) -> list[str]:
+        """Return its public SSH host keys, making them where the template has none."""
+        self.execute(["ssh-keygen", "-A"])
+        text = self.execute(["sh", "-c", "cat /etc/ssh/ssh_host_*_key.pub"])
+        return [" ".join(line.split()[:2]) for line in text.splitlines() if line.strip()]
+
+
+def is_device(path: str) -> bool:
+    """Tell whether there is a character device at `path`."""
+    try:
+        return stat.S_ISCHR(Path(path).stat().st_mode)
+    except OSError:
+        return False
+
+
+class Lxc(Backend):
+    """Plain LXC: a folder below lxcpath with config and rootfs."""
+
+    def __init__(self, guest: Guest, dry: bool, lxcpath: Path) -> None:
+        """Work on the container of that name below `lxcpath`."""
+        super().__init__(guest, dry)
+        self.lxcpath = lxcpath
+        self.folder = lxcpath / guest.name
+        self.config = self.folder / "config"
+        self.devices = GUESTS / f"{guest.name}.json"
+
+    def problems(self) -> list[str]:
+        """Return all that stands in the way of the definition on this host."""
+        guest, found = self.guest, super().problems()
+        if not self.exists() and not Path(guest.template).is_file():
+            found.append(
+                f"lxc_container_template: {guest.template} is not a file on this host. Download it there first."
+            )
+        vmid = re.search(r"^# vmid: (\d+)$", readable_text(self.config), re.M)
+        if self.exists() and (vmid is None or int(vmid[1]) != guest.vmid):
+            owner = f"has vmid {vmid[1]}" if vmid else "was not made by this role"
+            found.append(f"lxc_container_name: a container {guest.name} exists and {owner}. Rename one of the two.")
+        for config in self.lxcpath.glob("*/config"):
+            if config != self.config and f"\n# vmid: {guest.vmid}\n" in config.read_text():
+                found.append(
+                    f"lxc_container_vmid: {guest.vmid} is used by {config.parent.name} on this host. Choose a free one."
+                )
+        controllers = readable_text(Path("/sys/fs/cgroup/cgroup.controllers")).split()
+        for variable, value, controller in (
+            ("lxc_container_memory_mib", guest.memory_mib, "memory"),
+            ("lxc_container_cores", guest.cores, "cpu"),
+        ):
+            if value and controller not in controllers:
+                found.append(
+                    f"{variable}: {value} cannot be enforced, this host's cgroup2 has no {controller} controller "
+                    f"(it has {controllers}). Set it to 0."
+                )
+        return found
+
+    def exists(self) -> bool:
+        """Tell whether the container exists whole."""
+        return self.config.exists() and (self.folder / "rootfs").is_dir()
+
+    def running(self) -> bool:
+        """Tell whether it runs."""
+        if not self.config.exists():
+            return False
+        return (
+            run(["lxc-info", "-P", str(self.lxcpath), "-n", self.guest.name, "-sH"], False).stdout.strip() == "RUNNING"
+        )
+
+    def others(self) -> Iterator[tuple[str, str]]:
+        """Yield name and address of the host's other containers."""
+        for config in self.lxcpath.glob("*/config"):
+            found = re.search(r"^lxc\.net\.0\.ipv4\.address\s*=\s*([^/\s]+)", config.read_text(), re.M)
+            if found and config != self.config:
+                yield config.parent.name, found[1]
+
+    def create(self) -> None:
+        """Unpack the template; the container counts as made when the finished rootfs is renamed into place."""
+        guest, partial = self.guest, self.folder / "rootfs.partial"
+        if self.dry or (self.folder / "rootfs").is_dir():
+            return
+        self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self.folder.chmod(0o711)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        run(["tar", "--extract", "--numeric-owner", "--file", guest.template, "--directory", str(partial)])
+        (partial / "etc/hostname").write_text(f"{guest.name}\n")
+        (partial / "etc/hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{guest.ip} {guest.name}\n")
+        servers = "".join(f"nameserver {server}\n" for server in guest.nameservers)
+        resolver = partial / "etc/resolv.conf"
+        resolver.unlink(missing_ok=True)
+        resolver.write_text(servers or readable_text(Path("/etc/resolv.conf")))
+        keys = partial / "root/.ssh/authorized_keys"
+        keys.parent.mkdir(mode=0o700, exist_ok=True)
+        keys.write_text("".join(f"{key.strip()}\n" for key in guest.ssh_public_keys))
+        keys.chmod(0o600)
+        run(["ssh-keygen", "-A", "-f", str(partial)])
+        partial.rename(self.folder / "rootfs")
+
+    def configure(self) -> bool:
+        """Bring the configuration to the definition and tell whether it changed."""
+        guest = self.guest
+        wanted = lxc_config(guest, self.folder)
+        rules = {"devices": list(guest.devices), "include": str(self.folder / "devices.conf")}
+        wanted_devices = json.dumps(rules, indent=1) + "\n" if guest.devices else ""
+        self.before = readable_text(self.config) + readable_text(self.devices)
+        self.after = wanted + wanted_devices
+        changed = self.before != self.after
+        if changed and not self.dry:
+            self._map_ids()
+            if wanted_devices:
+                write(self.devices, wanted_devices)
+            else:
+                self.devices.unlink(missing_ok=True)
+                (self.folder / "devices.conf").unlink(missing_ok=True)
+            if readable_text(self.config) != wanted:
+                write(self.config, wanted)
+        if guest.devices and not self.dry:
+            changed |= bool(json.loads(run(["/usr/local/sbin/gpu-devices"]).stdout)["changes"])
+        return changed
+
+    def _map_ids(self) -> None:
+        """Let root of this host map the container's ids, as Proxmox VE does at its installation."""
+        if self.guest.privileged:
+            return
+        for name in ("/etc/subuid", "/etc/subgid"):
+            line, text = f"root:{ID_MAP_START}:{ID_MAP_SIZE}", readable_text(Path(name))
+            if line not in text.splitlines():
+                write(Path(name), f"{text}{line}\n")
+
+    def stale(self) -> bool:
+        """Tell whether it has run since before its configuration changed."""
+        now = "".join(file.read_text() for file in sorted(self.folder.glob("*conf*")))
+        return now != readable_text(self.folder / "started")
+
+    def start(self) -> None:
+        """Start it."""
+        log = self.folder / "lxc.log"
+        log.unlink(missing_ok=True)
+        try:
+            run(["lxc-start", "-P", str(self.lxcpath), "-n", self.guest.name, "-o", str(log), "-l", "WARN"])
+        except GuestError as error:
+            lines = [line for line in readable_text(log).splitlines() if " ERROR " in line]
+            raise GuestError("\n".join([str(error), *lines[-5:]])) from error
+
+    def stop(self) -> None:
+        """Shut it down, at once where it does not follow in time."""
+        run(["lxc-stop", "-P", str(self.lxcpath), "-n", self.guest.name, "-t", str(STOP_TIMEOUT_S)])
+
+    def destroy(self) -> None:
+        """Remove it with its data."""
+        self.devices.unlink(missing_ok=True)
+        self.config.unlink(missing_ok=True)
+        shutil.rmtree(self.folder)
+
+    def execute(self, argv: list[str]) -> str:
+        """Run a program in it and return what it prints."""
+        base = ["lxc-attach", "-P", str(self.lxcpath), "-n", self.guest.name, "--clear-env", "--"]
+        return run([*base, "env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *argv]).stdout
+
+
+class Pct(Backend):
+    """Proxmox VE: /etc/pve/lxc/VMID.conf, changed through pct."""
+
+    def __init__(self, guest: Guest, dry: bool) -> None:
+        """Work on the container with the definition's vmid."""
+        super().__init__(guest, dry)
+        self.id = str(guest.vmid)
+        self.config = PVE_CONFIG / f"{guest.vmid}.conf"
+        self.raw_removed = False
+
+    def problems(self) -> list[str]:
+        """Return all that stands in the way of the definition on this host."""
+        found = super().problems()
+        owner = main_section(readable_text(self.config)).get("hostname")
+        if owner is not None and owner != self.guest.name:
+            found.append(f"lxc_container_vmid: {self.guest.vmid} is used by {owner} on this host. Choose a free one.")
+        for config in Path("/etc/pve").glob(f"nodes/*/*/{self.id}.conf"):
+            if not (self.config.exists() and config.samefile(self.config)):
+                found.append(
+                    f"lxc_container_vmid: {self.guest.vmid} is used by {config.relative_to('/etc/pve')}. "
+                    "Choose a free one."
+                )
+        if not self.exists() and not self.guest.template:
+            found.append("lxc_container_template: empty. Name one from `pveam list local`.")
+        return found
+
+    def exists(self) -> bool:
+        """Tell whether the container exists whole."""
+        return self.config.exists()
+
+    def running(self) -> bool:
+        """Tell whether it runs."""
+        return self.exists() and "running" in run(["pct", "status", self.id]).stdout
+
+    def others(self) -> Iterator[tuple[str, str]]:
+        """Yield name and address of the host's other containers."""
+        for config in PVE_CONFIG.glob("*.conf"):
+            options = main_section(config.read_text())
+            found = re.search(r"\bip=([^/,]+)", options.get("net0", ""))
+            if found and config != self.config:
+                yield options.get("hostname", config.stem), found[1]
+
+    def create(self) -> None:
+        """Create the container, not yet started; pct removes a half-made one itself."""
+        guest = self.guest
+        if self.dry or self.exists():
+            return
+        keys = Path(f"/run/lxc-guest-{self.id}.pub")
+        keys.write_text("".join(f"{key.strip()}\n" for key in guest.ssh_public_keys))
+        options = {
+            **pct_options(guest),
+            "rootfs": f"{guest.storage}:{guest.rootfs_size_gib}",
+            "unprivileged": str(int(not guest.privileged)),
+            "ssh-public-keys": str(keys),
+        }
+        try:
+            run(["pct", "create", self.id, guest.template, *flags(options), "--start", "0"])
+        finally:
+            keys.unlink()
+
+    def configure(self) -> bool:
+        """Bring the configuration to the definition and tell whether it changed."""
+        text = readable_text(self.config)
+        current, wanted = main_section(text), pct_options(self.guest)
+        changed, stale = pct_changes(current, wanted)
+        raw = without_raw_devices(text) != text
+        kept = {key: current[key] for key in sorted(current) if key in wanted or key in stale}
+        self.before = "".join(f"{key}: {value}\n" for key, value in kept.items())
+        self.after = "".join(f"{key}: {wanted[key]}\n" for key in sorted(wanted))
+        if not self.dry:
+            if raw:
+                self.raw_removed = True
+                write(self.config, without_raw_devices(text), 0o640)
+            if changed or stale:
+                delete = ["--delete", ",".join(stale)] if stale else []
+                run(["pct", "set", self.id, *flags(changed), *delete])
+        if not (changed or stale):
+            self.after = self.before
+        return bool(changed or stale or raw)
+
+    def stale(self) -> bool:
+        """Tell whether it has run since before its configuration changed."""
+        return self.raw_removed or PENDING in readable_text(self.config).splitlines()
+
+    def start(self) -> None:
+        """Start it."""
+        run(["pct", "start", self.id])
+
+    def stop(self) -> None:
+        """Shut it down, at once where it does not follow in time."""
+        run(["pct", "shutdown", self.id, "--timeout", str(STOP_TIMEOUT_S), "--forceStop", "1"])
+
+    def destroy(self) -> None:
+        """Remove it with its data."""
+        run(["pct", "destroy", self.id, "--purge", "1"])
+
+    def execute(self, argv: list[str]) -> str:
+        """Run a program in it and return what it prints."""
+        return run(["pct", "exec", self.id, "--", *argv]).stdout
+
+
+def flags(options: dict[str, str]) -> list[str]:
+    """Return options as command line words of pct."""
+    return [word for key, value in options.items() for word in (f"--{key}", value)]
+
+
+def converge(backend: Backend, state: str) -> dict[str, Any]:
+    """Bring a container to `state` and return the module's result.
+
+    Raises:
+        GuestError: the definition has problems, or a step failed.
+    """
+    dry, changed = backend.dry, False
+    existed = backend.exists()
+    running = backend.running() if existed else False
+    if state == "absent":
+        partial = not existed and isinstance(backend, Lxc) and backend.folder.exists()
+        if (existed or partial) and not dry:
+            if running:
+                backend.stop()
+            backend.destroy()
+        return {"changed": existed or partial, "exists": False, "restart_required": False}
+    if state == "stopped":
+        if running and not dry:
+            backend.stop()
+        return {"changed": running, "exists": existed, "restart_required": False}
+    found = backend.problems()
+    if found:
+        raise GuestError("nothing was changed:\n" + "\n".join(f"- {line}" for line in found))
+    if state == "checked":
+        return {"changed": False, "exists": existed, "restart_required": False}
+    if not existed:
+        changed = True
+        backend.create()
+    changed |= backend.configure()
+    if state == "restarted" and running:
+        changed = True
+        if not dry:
+            backend.stop()
+            running = False
+    if state in ("started", "restarted") and not running:
+        changed = True
+        if not dry:
+            backend.start()
+            running = True
+    result: dict[str, Any] = {"changed": changed, "exists": existed or not dry}
+    result["restart_required"] = running and (backend.stale() if not dry else changed)
+    if state in ("started", "restarted") and running and not dry:
+        result["host_keys"] = backend.host_keys()
+    result["diff"] = {
+        "before": backend.before,
+        "after": backend.after,
+        "before_header": "before",
+        "after_header": "after",
+    }
+    return result
+
+
+def main() -> None:
+    """Run the module."""
+    mount = {
+        "source": {"type": "path", "required": True},
+        "target": {"type": "path", "required": True},
+        "read_only": {"type": "bool", "default": False},
+    }
+    states = ["checked", "present", "started", "restarted", "stopped", "absent"]
+    module = AnsibleModule(
+        argument_spec={
+            "backend": {"type": "str", "required": True, "choices": ["lxc", "pct"]},
+            "state": {"type": "str", "default": "present", "choices": states},
+            "vmid": {"type": "int", "required": True},
+            "name": {"type": "str", "required": True},
+            "template": {"type": "str", "default": ""},
+            "storage": {"type": "str", "default": "local"},
+            "rootfs_size_gib": {"type": "int", "default": 32},
+            "cores": {"type": "int", "default": 0},
+            "memory_mib": {"type": "int", "default": 0},
+            "swap_mib": {"type": "int", "default": 0},
+            "privileged": {"type": "bool", "default": False},
+            "nesting": {"type": "bool", "default": False},
+            "bridge": {"type": "str", "default": ""},
+            "address": {"type": "str", "default": ""},
+            "gateway": {"type": "str", "default": ""},
+            "nameservers": {"type": "list", "elements": "str", "default": []},
+            "ssh_public_keys": {"type": "list", "elements": "str", "default": [], "no_log": False},
+            "devices": {"type": "list", "elements": "path", "default": []},
+            "planned_devices": {"type": "list", "elements": "path", "default": []},
+            "mounts": {"type": "list", "elements": "dict", "default": [], "options": mount},
+            "autostart": {"type": "bool", "default": True},
+            "lxcpath": {"type": "path", "default": "/var/lib/lxc"},
+        },
+        supports_check_mode=True,
+    )
+    values = dict(module.params)
+    backend_name, state, lxcpath = values.pop("backend"), values.pop("state"), Path(values.pop("lxcpath"))
+    for key in ("nameservers", "ssh_public_keys", "devices", "planned_devices"):
+        values[key] = tuple(values[key])
+    values["mounts"] = tuple(Mount(**mount) for mount in values["mounts"])
+    guest = Guest(**values)
+    dry = module.check_mode
+    backend: Backend = Lxc(guest, dry, lxcpath) if backend_name == "lxc" else Pct(guest, dry)
+    try:
+        result = converge(backend, state)
+    except (GuestError, OSError) as error:
+        module.fail_json(msg=f"container {guest.name} ({guest.vmid}): {error}")
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
