@@ -12,8 +12,8 @@ name: limit_with_hosts
 type: aggregate
 short_description: A limit to containers includes the hosts that carry them
 description:
-  - A container is made by work on its host, so a run limited to a container needs its host in the play. Before the first
-    play this adds the C(lxc_host) of every container in the limit to the limit.
+  - A container is made by work on its host, so a run limited to a container needs its host in the play. Before the
+    first play this adds the C(lxc_host) of every container in the limit to the limit.
   - Without this plugin site.yml refuses such a run and says which hosts to add.
 requirements:
   - enabled in ansible.cfg
