@@ -1,12 +1,10 @@
 """The inventory as tests see it: hosts by group and limit, each with the variables its plays see."""
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import testinfra
-import yaml
 from ansible import constants
 from ansible.cli import CLI
 from ansible.errors import AnsibleError
@@ -14,19 +12,11 @@ from ansible.inventory.manager import InventoryManager
 from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import init_plugin_loader
 from ansible.template import Templar
+from ansible.vars.hostvars import HostVars
 from ansible.vars.manager import VariableManager
 from testinfra.host import Host
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@functools.cache
-def role_defaults() -> dict[str, Any]:
-    """Return the defaults of all roles; their names carry the role's name, so they cannot collide."""
-    merged: dict[str, Any] = {}
-    for file in sorted(ROOT.glob("roles/*/defaults/main.yml")):
-        merged |= yaml.safe_load(file.read_text()) or {}
-    return merged
 
 
 @dataclass(frozen=True)
@@ -53,8 +43,12 @@ class Fleet:
         loader.set_vault_secrets(CLI.setup_vault_secrets(loader, identities, auto_prompt=False))
         self._loader = loader
         self._inventory = InventoryManager(loader, sources=sources or constants.DEFAULT_HOST_LIST)
+        self._defaults: dict[str, Any] = {}
+        for file in sorted(ROOT.glob("roles/*/defaults/main.yml")):
+            self._defaults |= loader.load_from_file(str(file), trusted_as_template=True) or {}
         self._resolved: dict[str, dict[str, Any]] = {}
         self._manager = VariableManager(loader, self._inventory)
+        self._manager._hostvars = HostVars(self._inventory, self._manager, loader)
         if limit:
             self._inventory.subset(limit)
 
@@ -72,7 +66,7 @@ class Fleet:
         host = self._inventory.get_host(name)
         if host is None:
             raise KeyError(f"{name} is not a host of the inventory")
-        raw = role_defaults() | self._manager.get_vars(host=host)
+        raw = self._defaults | self._manager.get_vars(host=host)
         templar = Templar(self._loader, variables=raw)
         resolved = {}
         for key in raw:
