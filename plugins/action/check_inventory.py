@@ -158,7 +158,7 @@ class Host:
             return checked.validated_parameters[name], []
         if "options" not in option:
             return None, [f"is {value!r}. {remedy(option)}"]
-        return None, [f"{error.rstrip('.')}. It is {value!r}. {remedy(option)}" for error in checked.error_messages]
+        return None, [f"{error.rstrip('.').replace(f'{name}.', '')}. It is {value!r}. {remedy(option)}" for error in checked.error_messages]
 
 
 Fleet = Mapping[str, Host]
@@ -361,18 +361,22 @@ def stem(device: str) -> str:
 def device_problems(fleet: Fleet) -> Iterator[Problem]:
     """Check that containers use GPUs that their hosts have, and each GPU once."""
     for host, carrier in carried(fleet):
-        if ("gpu_devices", "main") not in carrier.roles:
+        if ("gpu_devices", "main") not in carrier.roles or carrier.get("gpu_devices_nodes") is None:
             continue
-        nodes = {node["path"] for node in carrier.get("gpu_devices_nodes") or []}
+        nodes = {node["path"] for node in carrier.get("gpu_devices_nodes")}
         kinds = {stem(path) for path in nodes}
-        for device in host.get("lxc_container_devices") or []:
-            if device not in nodes and (device.startswith("/dev/nvidia") or stem(device) in kinds):
-                yield one(
-                    host,
-                    "lxc_container_devices",
-                    f"{device} is not among gpu_devices_nodes of {carrier.name}: {sorted(nodes)}. Add it there, or "
-                    "take it out here.",
-                )
+        missing = [
+            device
+            for device in host.get("lxc_container_devices") or []
+            if device not in nodes and (device.startswith("/dev/nvidia") or stem(device) in kinds)
+        ]
+        if missing:
+            yield one(
+                host,
+                "lxc_container_devices",
+                f"not among gpu_devices_nodes of {carrier.name}: {', '.join(missing)}. Add them there, or take them out "
+                "here.",
+            )
     users: dict[tuple[str, str], set[str]] = defaultdict(set)
     for host, carrier in carried(fleet):
         for device in host.get("lxc_container_devices") or []:
@@ -425,6 +429,15 @@ def group_problems(groups: Iterable[str], expected: Iterable[str]) -> Iterator[P
     for group in sorted(set(groups) - expected):
         if meant := closest(group, expected, CLOSE):
             yield Problem(frozenset(), f"group {group}", f"no play runs on it. Write {meant}, or name it less alike.")
+
+
+def report(problems: Iterable[Problem], running: Iterable[str]) -> list[str]:
+    """Return the problems that concern hosts of this run, one line each; hosts with the same problem share a line."""
+    running, merged = set(running), defaultdict[tuple[str, str], frozenset[str]](frozenset)
+    for problem in problems:
+        if not problem.hosts or problem.hosts & running:
+            merged[problem.variable, problem.text] |= problem.hosts
+    return sorted(str(Problem(hosts, *key)) for key, hosts in merged.items())
 
 
 def read_plays(playbook: Path, load: Callable[[str], Any]) -> list[Play]:
@@ -498,12 +511,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Check the inventory; nothing is connected to."""
         result: dict[str, Any] = super().run(tmp, task_vars)
         variables = task_vars or {}
-        running = set(variables["ansible_play_hosts_all"])
-        found = [problem for problem in self._problems(variables) if not problem.hosts or problem.hosts & running]
-        merged: dict[tuple[str, str], frozenset[str]] = defaultdict(frozenset)
-        for problem in found:
-            merged[problem.variable, problem.text] |= problem.hosts
-        lines = sorted(str(Problem(hosts, *key)) for key, hosts in merged.items())
+        lines = report(self._problems(variables), variables["ansible_play_hosts_all"])
         if lines:
             result["failed"] = True
             heading = f"The inventory has {len(lines)} problem{'s' * (len(lines) > 1)}; no machine was touched."
