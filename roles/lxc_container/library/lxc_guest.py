@@ -309,7 +309,7 @@ def privilege_problems(guest: Guest, privileged: bool) -> list[str]:
         return []
     return [
         f"lxc_container_privileged: {guest.privileged}, but {guest.name} was made with {privileged}, and its files "
-        "belong to other users then. Keep the value, or remove the container (lxc_container_state: absent) and make it anew."
+        "belong to other users then. Keep the value, or remove the container (lxc_container_state: absent) first."
     ]
 
 
