@@ -12,6 +12,7 @@ from lab.shell import on_pure_cgroup2, run, succeeds
 
 START_TIMEOUT_S = 60.0
 SUBORDINATE_IDS = (Path("/etc/subuid"), Path("/etc/subgid"))
+TEMPLATE = "debian-12.tar.zst"
 MAPPING = "root:100000:65536"
 
 
@@ -155,7 +156,10 @@ class Machine:
         (self.folder(settings) / "complete").touch()
 
     def _prepare_host(self, settings: Settings, root: Path) -> None:
-        """Give the host what a Proxmox installation has: vmbr0 with its address, room for unprivileged guests."""
+        """Give the host what a Proxmox installation has: vmbr0, ids for unprivileged guests, a template."""
+        templates = root / "var/lib/vz/template/cache"
+        templates.mkdir(parents=True)
+        shutil.copy(rootfs.archive(settings, "guest"), templates / TEMPLATE)
         units = root / "etc/systemd/network"
         units.mkdir(parents=True, exist_ok=True)
         (units / "vmbr0.netdev").write_text("[NetDev]\nName=vmbr0\nKind=bridge\n")

@@ -1,7 +1,6 @@
 """The whole lab: the host kpro6, what it needs before the play, and the play that makes ct200."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +37,6 @@ def kpro6(settings: Settings) -> Machine:
         *HOST,
         kind="host",
         mounts=(
-            (settings.state / "template", "/var/lib/vz/template/cache", True),
             (settings.state / "models", "/var/lib/models", True),
             (settings.cache / "wheelhouse", "/var/lib/wheelhouse", True),
             (settings.cache / "uv", "/var/cache/uv", False),
@@ -48,13 +46,10 @@ def kpro6(settings: Settings) -> Machine:
 
 
 def provide(settings: Settings) -> None:
-    """Make what an operator has before the first run: a template, a model, wheels that PyPI does not carry."""
+    """Make what an operator has before the first run: a model and wheels that PyPI does not carry."""
     with phase("root file systems"):
         for kind in ("host", "guest"):
             rootfs.archive(settings, kind)
-        template = settings.state / "template" / f"debian-12{''.join(rootfs.archive(settings, 'guest').suffixes[-2:])}"
-        template.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(rootfs.archive(settings, "guest"), template)
     with phase("model"):
         model.make(settings.state / "models" / "tiny-qwen3")
     with phase("torch for the CPU"):
