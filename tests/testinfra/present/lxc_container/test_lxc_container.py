@@ -1,14 +1,14 @@
 """A container runs as defined, reaches its devices and no others, and comes back by itself."""
 
-import contextlib
 import ipaddress
 import json
 import shlex
-import time
 from typing import Any
 
 import pytest
 from testinfra.host import Host
+
+from tests.testinfra.restart import reboot
 
 GROUP = "gpu_containers"
 
@@ -24,7 +24,6 @@ for path in sys.argv[1:]:
 print(json.dumps(answers))
 """
 NUMBERS = "stat -c '%%F %%t:%%T' %s"
-RETURN_TIMEOUT_S = 180.0
 
 
 def container_id(variables: dict[str, Any]) -> str:
@@ -36,34 +35,6 @@ def container_id(variables: dict[str, Any]) -> str:
 def open_answers(host: Host, devices: list[str], within: list[str] | None = None) -> dict[str, str]:
     """Return what opening each device says ("opened" or the error's name), by a program run through `within`."""
     return dict(json.loads(host.check_output(shlex.join([*(within or []), "python3", "-c", OPEN, *devices]))))
-
-
-def boot(host: Host) -> str | None:
-    """Return when the machine's first process started, in clock ticks; None while it cannot be reached."""
-    try:
-        return str(host.check_output("cat /proc/1/stat").split()[21])
-    except (AssertionError, RuntimeError):
-        return None
-
-
-def wait_until_running(host: Host, since: str | None) -> None:
-    """Wait until a machine has booted again and systemd has nothing left to start."""
-    end = time.monotonic() + RETURN_TIMEOUT_S
-    while boot(host) in (None, since):
-        assert time.monotonic() < end, f"did not come back within {RETURN_TIMEOUT_S:.0f} s"
-        time.sleep(1)
-    while (state := host.run("systemctl is-system-running --wait").stdout.strip()) == "":
-        assert time.monotonic() < end, "no answer from systemd"
-        time.sleep(1)
-    assert state == "running", host.run("systemctl --failed --no-legend").stdout
-
-
-def reboot(host: Host) -> None:
-    """Restart a machine and wait until it is back."""
-    since = boot(host)
-    with contextlib.suppress(RuntimeError):
-        host.run("systemctl reboot")
-    wait_until_running(host, since)
 
 
 def test_system_is_running(host: Host) -> None:
@@ -133,11 +104,3 @@ def test_starts_with_its_host(carrier: Host, variables: dict[str, Any]) -> None:
 @pytest.mark.disruptive
 def test_restart_of_the_container_brings_everything_back(host: Host) -> None:
     reboot(host)
-
-
-@pytest.mark.disruptive
-def test_restart_of_the_host_brings_everything_back(host: Host, carrier: Host, variables: dict[str, Any]) -> None:
-    since = boot(host)
-    reboot(carrier)
-    if variables["lxc_container_autostart"]:
-        wait_until_running(host, since)
