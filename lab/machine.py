@@ -160,6 +160,7 @@ class Machine:
         templates = root / "var/lib/vz/template/cache"
         templates.mkdir(parents=True)
         shutil.copy(rootfs.archive(settings, "guest"), templates / TEMPLATE)
+        (root / "etc/default/lxc-net").write_text('USE_LXC_BRIDGE="false"\n')
         units = root / "etc/systemd/network"
         units.mkdir(parents=True, exist_ok=True)
         (units / "vmbr0.netdev").write_text("[NetDev]\nName=vmbr0\nKind=bridge\n")

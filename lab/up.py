@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lab import machine, model, network, rootfs
-from lab.doctor import missing_packages
+from lab.doctor import install_packages
 from lab.machine import Machine
 from lab.settings import ROOT, LabError, Settings
 from lab.shell import phase, run
@@ -19,16 +19,6 @@ GUEST_ROOT = 100000
 PIP = ROOT / "build" / "bootstrap" / "bin" / "pip"
 TORCH_CPU = ROOT / "images" / "locks" / "torch-cpu.txt"
 TORCH_CPU_INDEX = os.environ.get("LAB_TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
-
-
-def install_packages() -> None:
-    """Install the Debian packages that this machine lacks."""
-    lacking = missing_packages()
-    if lacking:
-        apt = ["apt-get", "--quiet", "--yes", "-o", "DPkg::Lock::Timeout=300"]
-        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        run([*apt, "update"], env=env)
-        run([*apt, "install", "--no-install-recommends", *lacking], env=env)
 
 
 def kpro6(settings: Settings) -> Machine:
