@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -559,6 +558,8 @@ class Apt:
             "Dir::Cache::srcpkgcache": "",
             "DPkg::Lock::Timeout": str(lock_timeout_s),
             "APT::Install-Recommends": "false",
+            "APT::Get::Fix-Broken": "true",
+            "APT::Get::ReInstall": "true",
             "APT::Sandbox::User": "root",
             "Acquire::Retries": "2",
             "Acquire::http::Timeout": "30",
@@ -675,7 +676,8 @@ class Apt:
         if answer.returncode or wrong:
             texts = [f"{file} {reason}" for file, reason in wrong.items()]
             raise DriverError(
-                f"packages could not be fetched: {'; '.join(texts)}. apt: {said(answer)} {self.complaint}"
+                f"nothing was changed, packages could not be fetched: {'; '.join(texts)}. apt says: {said(answer)} "
+                f"Mend the way to the source, or name another in nvidia_driver_source."
             )
         for one in packages.values():
             (partial / one.file).rename(cache / one.file)
@@ -865,13 +867,12 @@ class Driver:
         apt.update()
         new, missing = apt.resolve(self.version, self.params["packages"], set(self.installed), self.architecture)
         if not missing:
-            for file, reason in bad.items():
-                self.warnings.append(f"{self.cache / file} {reason}. It is fetched again.")
+            self.warnings += [f"{self.cache / file} {reason}. It is fetched again." for file, reason in bad.items()]
             return merged(self.known.get(self.version), new)
         where = ", ".join(apt.source.uris) if apt.source else ""
         texts = [f"{self.cache / file} {reason}." for file, reason in bad.items()]
-        for name, versions in missing.items():
-            texts.append(f"The source ({where}) has {name} in {', '.join(versions) or 'no version'}.")
+        offers = [f"{name} in {', '.join(versions) or 'no version'}" for name, versions in missing.items()]
+        texts.append(f"The source ({where}) has {'; '.join(offers)}.")
         cached = ", ".join(sorted(self.known)) or "no version"
         raise DriverError(
             f"nvidia_driver_version is {self.version}, which neither the source nor the cache ({self.cache}: {cached}) "
@@ -1001,13 +1002,21 @@ class Driver:
             with self.persistence_daemon_stopped(self.swaps(plan)):
                 log = self.cache / "transaction.log"
                 answer = apt.change("install", *self.words(plan), log=log)
-                if answer.returncode:
+                if answer.returncode or not self.carried_out(plan):
                     outcome = self.undo(apt, plan, former, log)
                     raise DriverError(f"apt could not change the driver to {self.version}: {said(answer)} {outcome}")
             if dependencies := sorted(name for name in plan.install if self.automatic(name)):
                 run(["apt-mark", "auto", *dependencies])
         self.hold(sorted(plan.closure & set(plan.manifest.family)))
         self.installed = self.dpkg()
+
+    def carried_out(self, plan: Plan) -> bool:
+        """Tell whether dpkg has the packages as planned."""
+        there = self.dpkg()
+        states = {name: (there[name].complete, there[name].version) for name in plan.install if name in there}
+        return plan.obsolete.isdisjoint(there) and all(
+            states.get(name) == (True, one.version) for name, one in plan.install.items()
+        )
 
     def automatic(self, name: str) -> bool:
         """Tell whether a package is on the machine only because another needs it."""
@@ -1151,23 +1160,27 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    dry = module.check_mode
+    error = ""
     try:
-        with tempfile.TemporaryDirectory(prefix="nvidia-driver-") as work:
-            wait_for_dpkg(module.params["lock_timeout_s"])
-            driver = Driver(module.params, dry, Path(work))
-            if module.params["state"] == "checked":
-                refuse(driver.problems())
-            elif module.params["state"] == "absent":
-                driver.absent()
-            elif ensure_python_apt(dry):
-                driver.present()
-            else:
-                driver.changes.append("python3-apt: absent -> present; without it the packages cannot be named yet")
-    except DriverError as error:
-        module.fail_json(msg=str(error))
+        wait_for_dpkg(module.params["lock_timeout_s"])
+    except DriverError as busy:
+        module.fail_json(msg=str(busy))
+    driver = Driver(module.params, module.check_mode, Path(module.tmpdir))
+    try:
+        if module.params["state"] == "checked":
+            refuse(driver.problems())
+        elif module.params["state"] == "absent":
+            driver.absent()
+        elif ensure_python_apt(module.check_mode):
+            driver.present()
+        else:
+            driver.changes.append("python3-apt: absent -> present; without it the packages cannot be named yet")
+    except (DriverError, OSError) as problem:
+        error = str(problem)
     for warning in driver.warnings:
         module.warn(warning)
+    if error:
+        module.fail_json(msg=error)
     changes = driver.changes
     module.exit_json(changed=bool(changes), changes=changes, diff=driver.diff, ansible_facts=driver.facts)
 
