@@ -89,6 +89,7 @@ MARGIN_BYTES = 32 * 2**20
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
 KERNEL_PART = re.compile(r"(^|-)dkms(-|$)|^linux-(modules|objects|signatures)-nvidia|^nvidia-kernel-(source|open)")
 VERSION = re.compile(r"^[0-9][A-Za-z0-9.+~]*-[A-Za-z0-9.+~]+$")
+KEEP_CONFIGURATION = ("--force-confdef", "--force-confold")
 ENVIRONMENT = {
     "APT_LISTCHANGES_FRONTEND": "none",
     "DEBIAN_FRONTEND": "noninteractive",
@@ -496,6 +497,23 @@ def run(argv: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
+def run_to_end(argv: list[str], log: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that goes on when this one is killed: it has a session of its own and writes to a file."""
+    with log.open("w+", errors="replace") as stream:
+        child = subprocess.Popen(
+            argv, env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        code = child.wait()
+        stream.seek(0)
+        return subprocess.CompletedProcess(argv, code, stream.read())
+
+
+def configure_pending() -> None:
+    """Configure what dpkg has unpacked, as far as dependencies allow."""
+    run(["dpkg", *KEEP_CONFIGURATION, "--configure", "-a"])
+
+
 def said(answer: subprocess.CompletedProcess[str]) -> str:
     """Return the errors in apt's output, or its end where it names none."""
     lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
@@ -559,7 +577,6 @@ class Apt:
             "DPkg::Lock::Timeout": str(lock_timeout_s),
             "APT::Install-Recommends": "false",
             "APT::Get::Fix-Broken": "true",
-            "APT::Get::ReInstall": "true",
             "APT::Sandbox::User": "root",
             "Acquire::Retries": "2",
             "Acquire::http::Timeout": "30",
@@ -684,25 +701,15 @@ class Apt:
         partial.rmdir()
 
     def change(self, *words: str, simulate: bool = False, log: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Install, remove or purge packages in one transaction.
-
-        The transaction has a session of its own and writes to a file, so that it runs to its end also when the caller
-        is killed.
-        """
+        """Install, remove or purge packages in one transaction, or see what that would do."""
         argv = self.argv(
-            "-oDpkg::Options::=--force-confdef", "-oDpkg::Options::=--force-confold",
-            "--allow-downgrades", "--allow-change-held-packages", *(["--simulate"] if simulate else []), *words,
-        )  # fmt: skip
-        if log is None:
-            return run(argv)
-        with log.open("w+") as stream:
-            child = subprocess.Popen(
-                argv, env={**os.environ, **ENVIRONMENT}, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            code = child.wait()
-            stream.seek(0)
-            return subprocess.CompletedProcess(argv, code, stream.read())
+            *(f"-oDpkg::Options::={option}" for option in KEEP_CONFIGURATION),
+            "--allow-downgrades",
+            "--allow-change-held-packages",
+            *(["--simulate"] if simulate else []),
+            *words,
+        )
+        return run_to_end(argv, log) if log else run(argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -808,7 +815,7 @@ class Driver:
             return
         self.changes.append(f"dpkg: complete an interrupted run ({', '.join(broken) or 'its journal'})")
         if not self.dry:
-            run(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"])
+            configure_pending()
             self.installed = self.dpkg()
 
     def related(self, manifest: Manifest) -> tuple[set[str], set[str]]:
@@ -973,13 +980,40 @@ class Driver:
             self.changes.append(f"{self.cache}: fetch {', '.join(sorted(plan.fetch))}")
         if not self.dry:
             self.fill(apt, plan)
-        self.rehearse(apt, plan)
+        if broken := sorted(
+            name for name in plan.install if name in self.installed and not self.installed[name].complete
+        ):
+            self.changes.append(
+                f"{self.version}: unpack again, as an interrupted run left {', '.join(broken)} in pieces"
+            )
+            if not self.dry:
+                plan = self.unpack(apt, plan)
+        if not (broken and self.dry):
+            self.rehearse(apt, plan)
         for file, text in sorted(plan.files.items()):
             self.note_file(file, text)
         if plan.unheld:
             self.changes.append(f"hold {', '.join(sorted(plan.unheld))}")
         if not self.dry and (plan.files or plan.install or plan.obsolete or plan.unheld):
             self.apply(apt, plan)
+
+    def unpack(self, apt: Apt, plan: Plan) -> Plan:
+        """Bring packages that a killed run left in pieces to one version, which apt alone cannot; returns what is left.
+
+        Raises:
+            DriverError: dpkg could not.
+        """
+        log = self.cache / "transaction.log"
+        debs = [str(self.cache / one.file) for one in plan.install.values()]
+        answer = run_to_end(["dpkg", *KEEP_CONFIGURATION, "--unpack", *debs], log)
+        if answer.returncode:
+            raise DriverError(
+                f"packages in pieces could not be unpacked again: {said(answer)} Mend what {log} shows and run the "
+                f"role again."
+            )
+        configure_pending()
+        self.installed = self.dpkg()
+        return self.prepare(apt)
 
     def fill(self, apt: Apt, plan: Plan) -> None:
         """Bring the cache up to date."""
@@ -1003,7 +1037,7 @@ class Driver:
                 log = self.cache / "transaction.log"
                 answer = apt.change("install", *self.words(plan), log=log)
                 if answer.returncode or not self.carried_out(plan):
-                    outcome = self.undo(apt, plan, former, log)
+                    outcome = self.undo(plan, former, log)
                     raise DriverError(f"apt could not change the driver to {self.version}: {said(answer)} {outcome}")
             if dependencies := sorted(name for name in plan.install if self.automatic(name)):
                 run(["apt-mark", "auto", *dependencies])
@@ -1032,7 +1066,7 @@ class Driver:
         if answer.returncode:
             raise DriverError(f"the driver's packages could not be held: {said(answer)}")
 
-    def undo(self, apt: Apt, plan: Plan, former: dict[Path, str | None], log: Path) -> str:
+    def undo(self, plan: Plan, former: dict[Path, str | None], log: Path) -> str:
         """Go back to the packages and files before a failed transaction; returns a sentence about the outcome."""
         for file, text in former.items():
             write(file, text)
@@ -1047,16 +1081,19 @@ class Driver:
         lacking = sorted(set(before) - set(debs))
         failed_log = log.with_suffix(".failed.log")
         log.replace(failed_log)
-        run(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"])
-        answer = apt.change(
-            "install", *debs.values(), *(f"{name}-" for name in plan.install if name not in before), log=log
-        )
-        if names := sorted(name for name in before if name in self.related(plan.manifest)[0]):
-            run(["apt-mark", "hold", *names])
-        if answer.returncode or lacking:
+        run_to_end(["dpkg", *KEEP_CONFIGURATION, "--unpack", *debs.values()], log)
+        configure_pending()
+        if new := [name for name in plan.install if name not in before and name in self.dpkg()]:
+            run(["dpkg", "--purge", *new])
+        there = self.dpkg()
+        if names := sorted(self.related(plan.manifest)[0]):
+            self.hold(names)
+        if not all(
+            name in there and (there[name].complete, there[name].version) == (True, before[name]) for name in before
+        ):
             return (
-                f"The former packages are NOT all back (not in the cache: {', '.join(lacking) or 'none'}; "
-                f"{said(answer)}). Mend what {failed_log} shows and run the role again: it completes the change."
+                f"The former packages are NOT all back (not in the cache: {', '.join(lacking) or 'none'}). Mend what "
+                f"{failed_log} shows and run the role again: it completes the change."
             )
         return f"The former packages are back. Mend what {failed_log} shows and run the role again."
 
