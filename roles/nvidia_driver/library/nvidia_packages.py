@@ -517,7 +517,11 @@ def configure_pending() -> None:
 def said(answer: subprocess.CompletedProcess[str]) -> str:
     """Return the errors in apt's output, or its end where it names none."""
     lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith(("E:", "Err:", "dpkg: error"))]
+    errors = [
+        line
+        for before, line in zip(["", *lines], lines, strict=False)
+        if line.startswith(("E:", "Err:", "dpkg: error")) or before.startswith("dpkg: error")
+    ]
     unmet = [line for line in lines if re.match(r"\S+ : (Pre)?-?Depends:", line)]
     return " ".join([*unmet, *errors] or lines[-5:])
 
