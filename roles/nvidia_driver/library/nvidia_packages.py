@@ -156,10 +156,13 @@ def deb822_entries(text: str) -> Iterator[Entry]:
                 fields[name] = value.strip()
         if "deb" not in fields.get("types", "").split() or fields.get("enabled", "yes").lower() in ("no", "false"):
             continue
+        key = "\n".join(
+            "" if line.strip() == "." else line.strip() for line in fields.get("signed-by", "").splitlines()
+        )
         for uri in fields.get("uris", "").split():
             for suite in fields.get("suites", "").split():
                 components = tuple(fields.get("components", "").split())
-                yield Entry(uri.rstrip("/"), suite, components, fields.get("signed-by", ""))
+                yield Entry(uri.rstrip("/"), suite, components, key.strip())
 
 
 def configured(etc_apt: Path) -> list[Entry]:
@@ -210,7 +213,7 @@ class Source:
         lines = [f"# {MARK}", "Types: deb", f"URIs: {' '.join(self.uris)}", f"Suites: {' '.join(self.suites)}"]
         if self.components:
             lines.append(f"Components: {' '.join(self.components)}")
-        key = self.signing_key.strip("\n")
+        key = self.signing_key.strip()
         if key.startswith("-----BEGIN"):
             lines.append("Signed-By:")
             lines += [f" {line}" if line.strip() else " ." for line in key.splitlines()]
@@ -1134,7 +1137,8 @@ class Driver:
                 raise DriverError(f"apt cannot remove the driver: {said(answer)}")
             if more := sorted(simulated(answer.stdout)[1] - set(there)):
                 raise DriverError(
-                    f"nvidia_driver_state is absent, but {', '.join(more)} need the driver. Remove these first."
+                    f"nothing was changed: nvidia_driver_state is absent, but {', '.join(more)} would go with the "
+                    f"driver. Remove by hand what is no longer needed, then run the role again."
                 )
         for name in there:
             self.note_package(name, self.installed[name].version, "")
