@@ -29,8 +29,9 @@ def kpro6(settings: Settings) -> Machine:
         mounts=(
             (settings.state / "models", "/var/lib/models", True),
             (settings.cache / "wheelhouse", "/var/lib/wheelhouse", True),
-            (settings.cache / "uv", "/var/cache/uv", False),
-            (settings.cache / "nvidia-driver", "/var/cache/nvidia-driver", False),
+            (settings.cache / "host/nvidia-driver", "/var/cache/nvidia-driver", False),
+            (settings.cache / "guest/nvidia-driver", "/var/cache/guest/nvidia-driver", False),
+            (settings.cache / "guest/uv", "/var/cache/guest/uv", False),
         ),
     )
 
@@ -48,10 +49,10 @@ def provide(settings: Settings) -> None:
         options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--python-version", "3.11"]
         run([PIP, "download", "--quiet", *options, "--extra-index-url", TORCH_CPU_INDEX,
              "--find-links", wheelhouse, "-d", wheelhouse, "-r", TORCH_CPU])  # fmt: skip
-    for folder in ("uv",):
-        cache = settings.cache / folder
-        cache.mkdir(parents=True, exist_ok=True)
-        os.chown(cache, GUEST_ROOT, GUEST_ROOT)
+    for name in ("nvidia-driver", "uv"):
+        folder = settings.cache / "guest" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chown(folder, GUEST_ROOT, GUEST_ROOT)
 
 
 def play(settings: Settings, *words: str | Path) -> None:
