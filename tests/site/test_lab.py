@@ -109,7 +109,16 @@ def test_newest_ansible_changes_nothing_either(lab: Lab, tmp_path: Path) -> None
         pytest.skip("this machine has no Python 3.12 or newer")
     uv = Path(os.environ.get("VIRTUAL_ENV", ROOT / ".venv")) / "bin/uv"
     subprocess.run([uv, "venv", "--quiet", "--python", python, tmp_path / "env"], check=True)
-    sync = [uv, "pip", "sync", "--quiet", "--require-hashes", "--python", tmp_path / "env/bin/python", "locks/dev.txt"]
+    sync: list[str | Path] = [
+        uv,
+        "pip",
+        "sync",
+        "--quiet",
+        "--require-hashes",
+        "--python",
+        tmp_path / "env/bin/python",
+        "locks/dev.txt",
+    ]
     subprocess.run(sync, cwd=ROOT, check=True)
     argv = [str(tmp_path / "env/bin/ansible-playbook"), *lab.argv()[1:]]
     done = subprocess.run(argv, cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
