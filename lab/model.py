@@ -107,8 +107,9 @@ def weights() -> dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]:
         }
     tensors["model.norm.weight"] = np.ones(HIDDEN, np.float32)
     tensors["lm_head.weight"] = matrix(VOCABULARY, HIDDEN)
-    # Rows behind the tokenizer's last token must never win, or the answer has tokens without text.
-    tensors["lm_head.weight"][256 + len(SPECIAL) :] = 0
+    # Only printable ASCII can win, so that an answer is text of the asked length: a byte is one token here.
+    printable = np.isin(np.arange(VOCABULARY), [byte_characters().index(chr(code)) for code in range(33, 127)])
+    tensors["lm_head.weight"][~printable] = 0
     return tensors
 
 
