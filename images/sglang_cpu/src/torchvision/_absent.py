@@ -11,7 +11,7 @@ def absent(module: str) -> Callable[[str], Any]:
         module: the module of torchvision it serves.
     """
 
-    def __getattr__(name: str) -> Any:
+    def get(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
@@ -20,4 +20,4 @@ def absent(module: str) -> Callable[[str], Any]:
 
         return refuse
 
-    return __getattr__
+    return get
