@@ -460,10 +460,10 @@ def damaged(cache: Path, packages: Iterable[Package]) -> dict[str, str]:
         file = cache / package.file
         if not file.is_file():
             found[package.file] = "is missing"
-        elif file.stat().st_size != package.size or (actual := sha256(file)) != package.sha256:
-            size = file.stat().st_size
-            reason = f"has {size} bytes, not {package.size}" if size != package.size else f"has SHA-256 {actual}"
-            found[package.file] = f"is damaged: it {reason}, not the manifest's {package.sha256}"
+        elif (size := file.stat().st_size) != package.size:
+            found[package.file] = f"is damaged: it has {size} bytes, not the manifest's {package.size}"
+        elif (actual := sha256(file)) != package.sha256:
+            found[package.file] = f"is damaged: its SHA-256 is {actual}, not the manifest's {package.sha256}"
     return found
 
 
