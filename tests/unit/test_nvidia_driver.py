@@ -123,6 +123,26 @@ def test_source_of_a_vendor_is_rendered_as_given(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("system", "components"), [("debian", ("contrib", "non-free", "non-free-firmware")), ("ubuntu", ("restricted",))]
+)
+def test_source_without_components_is_where_the_distribution_has_the_driver(
+    tmp_path: Path, system: str, components: tuple[str, ...]
+) -> None:
+    (etc(tmp_path) / "os-release").write_text(f"ID={system}\nVERSION_CODENAME=trixie\n")
+    params = {"uris": [], "suites": [], "components": [], "signing_key": "/k.gpg"}
+    assert role.source_of(params, tmp_path) == role.Source(
+        ("http://ftp.example.org/debian",), ("trixie",), components, "/k.gpg"
+    )
+
+
+@pytest.mark.parametrize(("suites", "components"), [(["./"], ["main"]), (["trixie"], []), ([], [])])
+def test_source_is_flat_or_has_components(tmp_path: Path, suites: list[str], components: list[str]) -> None:
+    params = {"uris": ["http://x.example.org"], "suites": suites, "components": components, "signing_key": ""}
+    with pytest.raises(role.DriverError, match=r"nvidia_driver_source\.suites is \["):
+        role.source_of(params, etc(tmp_path))
+
+
 def test_source_carries_only_its_own_components() -> None:
     source = role.Source(("http://ftp.example.org/debian",), ("trixie",), ("contrib", "non-free"))
     assert source.carries("ftp.example.org", "contrib")
@@ -204,9 +224,9 @@ def test_holders_name_process_devices_and_container(tmp_path: Path) -> None:
     ]
 
 
-def test_wait_for_dpkg_gives_up_with_the_variable_to_raise(tmp_path: Path) -> None:
+def test_wait_for_lock_gives_up_with_the_variable_to_raise(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    role.wait_for_dpkg(0, lock)
+    role.wait_for_lock(0, lock)
     code = (
         "import fcntl,sys; f=open(sys.argv[1],'a'); fcntl.lockf(f,fcntl.LOCK_EX); print(1,flush=True); sys.stdin.read()"
     )
@@ -216,7 +236,7 @@ def test_wait_for_dpkg_gives_up_with_the_variable_to_raise(tmp_path: Path) -> No
         assert holder.stdout is not None
         holder.stdout.readline()
         with pytest.raises(role.DriverError, match="raise nvidia_driver_lock_timeout_s"):
-            role.wait_for_dpkg(0, lock)
+            role.wait_for_lock(0, lock)
     with lock.open("a") as stream:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
