@@ -379,7 +379,14 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> An
     monkeypatch.setattr(role, "module_version", lambda: params.pop("module", ""))
     defaults = yaml.safe_load((ROOT / "roles/nvidia_driver/defaults/main.yml").read_text())
     values = {name.removeprefix("nvidia_driver_"): value for name, value in defaults.items()}
-    return role.Driver(values | {"version": OLD, "cache_dir": str(tmp_path)} | params, False, tmp_path)
+    source = {
+        "uris": ["http://ftp.example.org/debian"],
+        "suites": ["trixie"],
+        "components": ["non-free"],
+        "signing_key": "",
+    }
+    fixed = {"version": OLD, "cache_dir": str(tmp_path), "source": source}
+    return role.Driver(values | fixed | params, False, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -390,6 +397,10 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> An
         ({"version": "535"}, ["nvidia_driver_version is '535'. Set the full version"]),
         ({"version": f"{OLD} "}, ["nvidia_driver_version is"]),
         ({"version": "*", "packages": []}, ["nvidia_driver_version is '*'", "nvidia_driver_packages is empty"]),
+        (
+            {"packages": [], "source": {"uris": ["x"], "suites": ["trixie"], "components": [], "signing_key": ""}},
+            ["nvidia_driver_source.suites is ['trixie'] with components []", "nvidia_driver_packages is empty"],
+        ),
         ({"scope": "container"}, ["nvidia_driver_host_version is empty"]),
         ({"scope": "container", "host_version": OLD}, []),
         ({"scope": "container", "host_version": "535.216.03-1ubuntu1"}, []),

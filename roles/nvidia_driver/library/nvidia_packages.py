@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -802,6 +803,10 @@ class Driver:
                 f"nvidia_driver_version is {version!r}. Set the full version of the packages, with the revision after "
                 f"the hyphen, such as 580.126.09-1 (`apt-cache madison libcuda1` lists them)."
             )
+        try:
+            source_of(self.params["source"], Path("/etc"))
+        except DriverError as error:
+            found.append(str(error))
         if not self.params["packages"]:
             found.append("nvidia_driver_packages is empty. Name at least one package, such as libcuda1.")
         if scope == "container" and not host:
@@ -1222,26 +1227,24 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    error = ""
+    error, driver = "", None
     try:
-        wait_for_lock(module.params["lock_timeout_s"])
-        driver = Driver(module.params, module.check_mode, Path(module.tmpdir))
-    except (DriverError, OSError) as problem:
-        module.fail_json(msg=str(problem))
-    try:
-        if module.params["state"] == "checked":
-            refuse(driver.problems())
-        elif module.params["state"] == "absent":
-            driver.absent()
-        elif ensure_python_apt(module.check_mode):
-            driver.present()
-        else:
-            driver.changes.append("python3-apt: absent -> present; without it the packages cannot be named yet")
+        with tempfile.TemporaryDirectory(prefix="nvidia-driver-") as work:
+            wait_for_lock(module.params["lock_timeout_s"])
+            driver = Driver(module.params, module.check_mode, Path(work))
+            if module.params["state"] == "checked":
+                refuse(driver.problems())
+            elif module.params["state"] == "absent":
+                driver.absent()
+            elif ensure_python_apt(module.check_mode):
+                driver.present()
+            else:
+                driver.changes.append("python3-apt: absent -> present; without it the packages cannot be named yet")
     except (DriverError, OSError) as problem:
         error = str(problem)
-    for warning in driver.warnings:
+    for warning in driver.warnings if driver else []:
         module.warn(warning)
-    if error:
+    if error or driver is None:
         module.fail_json(msg=error)
     changes = driver.changes
     module.exit_json(changed=bool(changes), changes=changes, diff=driver.diff, ansible_facts=driver.facts)
