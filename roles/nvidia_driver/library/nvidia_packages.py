@@ -1246,6 +1246,7 @@ def main() -> None:
         module.warn(warning)
     if error or driver is None:
         module.fail_json(msg=error)
+        return
     changes = driver.changes
     module.exit_json(changed=bool(changes), changes=changes, diff=driver.diff, ansible_facts=driver.facts)
 
