@@ -123,6 +123,26 @@ def test_source_of_a_vendor_is_rendered_as_given(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("system", "components"), [("debian", ("contrib", "non-free", "non-free-firmware")), ("ubuntu", ("restricted",))]
+)
+def test_source_without_components_is_where_the_distribution_has_the_driver(
+    tmp_path: Path, system: str, components: tuple[str, ...]
+) -> None:
+    (etc(tmp_path) / "os-release").write_text(f"ID={system}\nVERSION_CODENAME=trixie\n")
+    params = {"uris": [], "suites": [], "components": [], "signing_key": "/k.gpg"}
+    assert role.source_of(params, tmp_path) == role.Source(
+        ("http://ftp.example.org/debian",), ("trixie",), components, "/k.gpg"
+    )
+
+
+@pytest.mark.parametrize(("suites", "components"), [(["./"], ["main"]), (["trixie"], []), ([], [])])
+def test_source_is_flat_or_has_components(tmp_path: Path, suites: list[str], components: list[str]) -> None:
+    params = {"uris": ["http://x.example.org"], "suites": suites, "components": components, "signing_key": ""}
+    with pytest.raises(role.DriverError, match=r"nvidia_driver_source\.suites is \["):
+        role.source_of(params, etc(tmp_path))
+
+
 def test_source_carries_only_its_own_components() -> None:
     source = role.Source(("http://ftp.example.org/debian",), ("trixie",), ("contrib", "non-free"))
     assert source.carries("ftp.example.org", "contrib")
@@ -204,9 +224,9 @@ def test_holders_name_process_devices_and_container(tmp_path: Path) -> None:
     ]
 
 
-def test_wait_for_dpkg_gives_up_with_the_variable_to_raise(tmp_path: Path) -> None:
+def test_wait_for_lock_gives_up_with_the_variable_to_raise(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    role.wait_for_dpkg(0, lock)
+    role.wait_for_lock(0, lock)
     code = (
         "import fcntl,sys; f=open(sys.argv[1],'a'); fcntl.lockf(f,fcntl.LOCK_EX); print(1,flush=True); sys.stdin.read()"
     )
@@ -216,7 +236,7 @@ def test_wait_for_dpkg_gives_up_with_the_variable_to_raise(tmp_path: Path) -> No
         assert holder.stdout is not None
         holder.stdout.readline()
         with pytest.raises(role.DriverError, match="raise nvidia_driver_lock_timeout_s"):
-            role.wait_for_dpkg(0, lock)
+            role.wait_for_lock(0, lock)
     with lock.open("a") as stream:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -324,7 +344,7 @@ def test_damaged_names_missing_short_and_changed_files(tmp_path: Path) -> None:
     found = role.damaged(tmp_path, [sound, short, changed, missing])
     assert set(found) == {short.file, changed.file, missing.file}
     assert found[missing.file] == "is missing"
-    assert found[short.file].startswith("is damaged: it has 4 bytes, not 7")
+    assert found[short.file] == "is damaged: it has 4 bytes, not the manifest's 7"
     assert f"not the manifest's {changed.sha256}" in found[changed.file]
 
 
@@ -359,7 +379,14 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> An
     monkeypatch.setattr(role, "module_version", lambda: params.pop("module", ""))
     defaults = yaml.safe_load((ROOT / "roles/nvidia_driver/defaults/main.yml").read_text())
     values = {name.removeprefix("nvidia_driver_"): value for name, value in defaults.items()}
-    return role.Driver(values | {"version": OLD, "cache_dir": str(tmp_path)} | params, False, tmp_path)
+    source = {
+        "uris": ["http://ftp.example.org/debian"],
+        "suites": ["trixie"],
+        "components": ["non-free"],
+        "signing_key": "",
+    }
+    fixed = {"version": OLD, "cache_dir": str(tmp_path), "source": source}
+    return role.Driver(values | fixed | params, False, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +397,10 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> An
         ({"version": "535"}, ["nvidia_driver_version is '535'. Set the full version"]),
         ({"version": f"{OLD} "}, ["nvidia_driver_version is"]),
         ({"version": "*", "packages": []}, ["nvidia_driver_version is '*'", "nvidia_driver_packages is empty"]),
+        (
+            {"packages": [], "source": {"uris": ["x"], "suites": ["trixie"], "components": [], "signing_key": ""}},
+            ["nvidia_driver_source.suites is ['trixie'] with components []", "nvidia_driver_packages is empty"],
+        ),
         ({"scope": "container"}, ["nvidia_driver_host_version is empty"]),
         ({"scope": "container", "host_version": OLD}, []),
         ({"scope": "container", "host_version": "535.216.03-1ubuntu1"}, []),

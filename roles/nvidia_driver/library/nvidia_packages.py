@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -51,7 +52,7 @@ options:
     options:
       uris: {type: list, elements: str, default: [], description: The machine's own Debian mirror where empty.}
       suites: {type: list, elements: str, default: [], description: The machine's own release where empty.}
-      components: {type: list, elements: str, default: [], description: None for a flat repository.}
+      components: {type: list, elements: str, default: [], description: Those with the driver on the own mirror.}
       signing_key: {type: str, default: "", description: ASCII-armoured key or path of a keyring on the machine.}
   cache_dir: {type: path, default: /var/cache/nvidia-driver, description: Folder of packages and their checksums.}
   cache_keep: {type: bool, default: true, description: Whether the cache outlives V(absent).}
@@ -83,9 +84,12 @@ ansible_facts:
 SOURCE_FILE = Path("/etc/apt/sources.list.d/nvidia-driver.sources")
 PREFERENCES_FILE = Path("/etc/apt/preferences.d/nvidia-driver")
 UNATTENDED_FILE = Path("/etc/apt/apt.conf.d/52nvidia-driver")
+LISTS = Path("/var/lib/apt/lists")
 MARK = "Managed by the Ansible role nvidia_driver."
 MARGIN_BYTES = 32 * 2**20
 """Room left on a disk beside what packages need, for apt's and dpkg's own files."""
+COMPONENTS = {"debian": ("contrib", "non-free", "non-free-firmware"), "ubuntu": ("restricted",)}
+"""Where distributions keep the driver in their own archives."""
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
 KERNEL_PART = re.compile(r"(^|-)dkms(-|$)|^linux-(modules|objects|signatures)-nvidia|^nvidia-kernel-(source|open)")
 VERSION = re.compile(r"^[0-9][A-Za-z0-9.+~]*-[A-Za-z0-9.+~]+$")
@@ -231,15 +235,22 @@ def source_of(params: dict[str, Any], etc: Path) -> Source:
     """Return the source that the module's parameters mean on this machine.
 
     Raises:
-        DriverError: the machine's own mirror is wanted and not clear.
+        DriverError: the machine's own mirror is wanted and not clear, or components are missing.
     """
-    codename = re.search(r'^VERSION_CODENAME="?([^"\n]+)', (etc / "os-release").read_text(), re.MULTILINE)
-    release = codename[1] if codename else ""
+    release = dict(re.findall(r'^(\w+)="?([^"\n]*)', (etc / "os-release").read_text(), re.MULTILINE))
+    codename = release.get("VERSION_CODENAME", "")
     uris, key = tuple(params["uris"]), params["signing_key"]
+    suites, components = tuple(params["suites"]) or (codename,), tuple(params["components"])
     if not uris:
-        mirror = own_mirror(configured(etc / "apt"), release)
+        mirror = own_mirror(configured(etc / "apt"), codename)
         uris, key = (mirror.uri,), key or mirror.signed_by
-    return Source(uris, tuple(params["suites"]) or (release,), tuple(params["components"]), key)
+        components = components or COMPONENTS.get(release.get("ID", ""), COMPONENTS["debian"])
+    if bool(components) == any(suite.endswith("/") for suite in suites):
+        raise DriverError(
+            f"nvidia_driver_source.suites is {list(suites)} with components {list(components)}. Give components for "
+            f"suites by name; for a flat repository give a path that ends in / as suite, and no components."
+        )
+    return Source(uris, suites, components, key)
 
 
 def preferences(family: Iterable[str], version: str) -> str:
@@ -460,10 +471,10 @@ def damaged(cache: Path, packages: Iterable[Package]) -> dict[str, str]:
         file = cache / package.file
         if not file.is_file():
             found[package.file] = "is missing"
-        elif file.stat().st_size != package.size or (actual := sha256(file)) != package.sha256:
-            size = file.stat().st_size
-            reason = f"has {size} bytes, not {package.size}" if size != package.size else f"has SHA-256 {actual}"
-            found[package.file] = f"is damaged: it {reason}, not the manifest's {package.sha256}"
+        elif (size := file.stat().st_size) != package.size:
+            found[package.file] = f"is damaged: it has {size} bytes, not the manifest's {package.size}"
+        elif (actual := sha256(file)) != package.sha256:
+            found[package.file] = f"is damaged: its SHA-256 is {actual}, not the manifest's {package.sha256}"
     return found
 
 
@@ -523,7 +534,7 @@ def said(answer: subprocess.CompletedProcess[str]) -> str:
     errors = [
         line
         for before, line in zip(["", *lines], lines, strict=False)
-        if line.startswith(("E:", "Err:", "dpkg: error")) or before.startswith("dpkg: error")
+        if line.startswith(("E:", "Err:", "W: GPG error", "dpkg: error")) or before.startswith("dpkg: error")
     ]
     unmet = [line for line in lines if re.match(r"\S+ : (Pre)?-?Depends:", line)]
     return " ".join([*unmet, *errors] or lines[-5:])
@@ -535,8 +546,8 @@ def simulated(output: str) -> tuple[dict[str, str], set[str]]:
     return dict(install), set(re.findall(r"^(?:Remv|Purg) (\S+)", output, re.MULTILINE))
 
 
-def wait_for_dpkg(timeout_s: float, lock: Path = Path("/var/lib/dpkg/lock-frontend")) -> None:
-    """Wait until no other program holds the package database.
+def wait_for_lock(timeout_s: float, lock: Path = Path("/var/lib/dpkg/lock-frontend")) -> None:
+    """Wait until no other program holds the package database, or the package lists.
 
     Raises:
         DriverError: one still did after `timeout_s`.
@@ -549,7 +560,7 @@ def wait_for_dpkg(timeout_s: float, lock: Path = Path("/var/lib/dpkg/lock-fronte
             except OSError as error:
                 if time.monotonic() > end:
                     raise DriverError(
-                        f"another program has held the package database for {timeout_s:.0f} s ({lock}). Let it finish "
+                        f"nothing was changed: another program has held {lock} for {timeout_s:.0f} s. Let it finish "
                         f"(`fuser -v {lock}` names it), or raise nvidia_driver_lock_timeout_s."
                     ) from error
                 time.sleep(0.5)
@@ -589,6 +600,7 @@ class Apt:
             "Acquire::http::Timeout": "30",
             "Acquire::https::Timeout": "30",
         }
+        self.lock_timeout_s = lock_timeout_s
         self.private_lists = work / "lists" if dry else None
         self.updated = False
         self.complaint = ""
@@ -599,12 +611,14 @@ class Apt:
 
     def update(self) -> None:
         """Fetch package lists; an archive that fails is remembered for messages, as it may not be needed."""
-        if self.private_lists:
-            shutil.copytree("/var/lib/apt/lists", self.private_lists, ignore=shutil.ignore_patterns("lock", "partial"))
+        if not self.private_lists:
+            wait_for_lock(self.lock_timeout_s, LISTS / "lock")
+        else:
+            shutil.copytree(LISTS, self.private_lists, ignore=shutil.ignore_patterns("lock", "partial"))
             self.options["Dir::State::lists"] = str(self.private_lists)
         answer = run(self.argv("update"))
         self.updated = True
-        self.complaint = said(answer) if re.search(r"^(E|W|Err):?", answer.stdout, re.MULTILINE) else ""
+        self.complaint = f"apt says: {said(answer)}" if re.search(r"^(E|W|Err):?", answer.stdout, re.MULTILINE) else ""
 
     def resolve(
         self, version: str, wanted: Iterable[str], installed: set[str], architecture: str
@@ -789,6 +803,10 @@ class Driver:
                 f"nvidia_driver_version is {version!r}. Set the full version of the packages, with the revision after "
                 f"the hyphen, such as 580.126.09-1 (`apt-cache madison libcuda1` lists them)."
             )
+        try:
+            source_of(self.params["source"], Path("/etc"))
+        except DriverError as error:
+            found.append(str(error))
         if not self.params["packages"]:
             found.append("nvidia_driver_packages is empty. Name at least one package, such as libcuda1.")
         if scope == "container" and not host:
@@ -882,6 +900,8 @@ class Driver:
         new, missing = apt.resolve(self.version, self.params["packages"], set(self.installed), self.architecture)
         if not missing:
             self.warnings += [f"{self.cache / file} {reason}. It is fetched again." for file, reason in bad.items()]
+            if apt.complaint:
+                self.warnings.append(f"Package lists are not all up to date: {apt.complaint}")
             return merged(self.known.get(self.version), new)
         where = ", ".join(apt.source.uris) if apt.source else ""
         texts = [f"{self.cache / file} {reason}." for file, reason in bad.items()]
@@ -1019,6 +1039,8 @@ class Driver:
                 f"role again."
             )
         configure_pending()
+        if dependencies := sorted(plan.closure - set(plan.manifest.family) - set(self.params["packages"])):
+            run(["apt-mark", "auto", *dependencies])
         self.installed = self.dpkg()
         return self.prepare(apt)
 
@@ -1205,27 +1227,26 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    error = ""
+    error, driver = "", None
     try:
-        wait_for_dpkg(module.params["lock_timeout_s"])
-    except DriverError as busy:
-        module.fail_json(msg=str(busy))
-    driver = Driver(module.params, module.check_mode, Path(module.tmpdir))
-    try:
-        if module.params["state"] == "checked":
-            refuse(driver.problems())
-        elif module.params["state"] == "absent":
-            driver.absent()
-        elif ensure_python_apt(module.check_mode):
-            driver.present()
-        else:
-            driver.changes.append("python3-apt: absent -> present; without it the packages cannot be named yet")
+        with tempfile.TemporaryDirectory(prefix="nvidia-driver-") as work:
+            wait_for_lock(module.params["lock_timeout_s"])
+            driver = Driver(module.params, module.check_mode, Path(work))
+            if module.params["state"] == "checked":
+                refuse(driver.problems())
+            elif module.params["state"] == "absent":
+                driver.absent()
+            elif ensure_python_apt(module.check_mode):
+                driver.present()
+            else:
+                driver.changes.append("python3-apt: absent -> present; without it the packages cannot be named yet")
     except (DriverError, OSError) as problem:
         error = str(problem)
-    for warning in driver.warnings:
+    for warning in driver.warnings if driver else []:
         module.warn(warning)
-    if error:
+    if error or driver is None:
         module.fail_json(msg=error)
+        return
     changes = driver.changes
     module.exit_json(changed=bool(changes), changes=changes, diff=driver.diff, ansible_facts=driver.facts)
 
