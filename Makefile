@@ -20,3 +20,33 @@ $(VENV)/locked: locks/uv.txt locks/dev.txt
 
 .PHONY: env
 env: $(VENV)/locked ## the controller's environment, from the hash-pinned lock
+
+LAB := $(BIN)/python -m lab
+
+.PHONY: lab lab-down doctor
+lab: env ## build the lab and run site.yml -l ct200 on it
+	$(LAB) up
+lab-down: env ## remove all that the lab made
+	$(LAB) down
+doctor: ## say what this machine lacks
+	@$(PYTHON) -m lab doctor
+
+INVENTORY ?= inventories/lab
+LIMIT ?= all
+
+.PHONY: verify lint unit test test-all
+verify: env ## read back what is true: INVENTORY=inventories/lab LIMIT=all DISRUPTIVE= (1 also restarts things)
+	$(BIN)/pytest tests/testinfra/present --inventory $(INVENTORY) --limit '$(LIMIT)' $(if $(DISRUPTIVE),--disruptive)
+lint: env ## all linters
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy lab tests docs images roles/*/library roles/*/files plugins
+	$(BIN)/yamllint --strict .
+	$(BIN)/ansible-lint
+	git ls-files -z | xargs -0 grep -lE '^#!/(usr/bin/env |bin/)(ba)?sh' | xargs -r shellcheck
+unit: env ## unit tests
+	$(BIN)/pytest tests/unit
+test: env ## what CI runs: linters, unit tests, a molecule scenario per role, the whole site
+	$(BIN)/python -m tests.run
+test-all: env ## the same, with what is slow
+	$(BIN)/python -m tests.run --all

@@ -10,6 +10,18 @@ from lab.settings import LabError, Settings
 from lab.shell import phase
 
 
+def packages(_: Settings, __: argparse.Namespace) -> None:
+    """Install the Debian packages that this machine lacks."""
+    doctor.install_packages()
+
+
+def whole(settings: Settings, _: argparse.Namespace) -> None:
+    """Build the lab and run site.yml to the end."""
+    from lab import up
+
+    up.up(settings)
+
+
 def machine_up(settings: Settings, args: argparse.Namespace) -> None:
     """Make one machine on the lab's network and print how to reach it."""
     network.up(settings)
@@ -47,6 +59,8 @@ def main() -> None:
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("up", help="build the lab and run site.yml on it").set_defaults(call=whole)
+    commands.add_parser("packages", help="install the Debian packages that are missing").set_defaults(call=packages)
     commands.add_parser("down", help="remove all that the lab made").set_defaults(call=down)
     commands.add_parser("doctor", help="say what this machine lacks").set_defaults(call=examine)
     one = commands.add_parser("machine", help="a single machine on the lab's network").add_subparsers(required=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lab.rootfs import machine_mirror
 from lab.settings import LabError, Settings
+from lab.shell import run
 
 PACKAGES = {
     "iptables": "iptables",
@@ -40,6 +41,16 @@ class Finding:
 def missing_packages() -> list[str]:
     """Return the Debian packages that have to be installed."""
     return sorted({package for program, package in PACKAGES.items() if shutil.which(program) is None})
+
+
+def install_packages() -> None:
+    """Install the Debian packages that this machine lacks."""
+    lacking = missing_packages()
+    if lacking:
+        apt = ["apt-get", "--quiet", "--yes", "-o", "DPkg::Lock::Timeout=300"]
+        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        run([*apt, "update"], env=env)
+        run([*apt, "install", "--no-install-recommends", *lacking], env=env)
 
 
 def memory_gib() -> float:

@@ -12,6 +12,7 @@ from lab.shell import on_pure_cgroup2, run, succeeds
 
 START_TIMEOUT_S = 60.0
 SUBORDINATE_IDS = (Path("/etc/subuid"), Path("/etc/subgid"))
+TEMPLATE = "debian-12.tar.zst"
 MAPPING = "root:100000:65536"
 
 
@@ -155,7 +156,11 @@ class Machine:
         (self.folder(settings) / "complete").touch()
 
     def _prepare_host(self, settings: Settings, root: Path) -> None:
-        """Give the host what a Proxmox installation has: vmbr0 with its address, room for unprivileged guests."""
+        """Give the host what a Proxmox installation has: vmbr0, ids for unprivileged guests, a template."""
+        templates = root / "var/lib/vz/template/cache"
+        templates.mkdir(parents=True)
+        shutil.copy(rootfs.archive(settings, "guest"), templates / TEMPLATE)
+        (root / "etc/default/lxc-net").write_text('USE_LXC_BRIDGE="false"\n')
         units = root / "etc/systemd/network"
         units.mkdir(parents=True, exist_ok=True)
         (units / "vmbr0.netdev").write_text("[NetDev]\nName=vmbr0\nKind=bridge\n")
@@ -164,6 +169,13 @@ class Machine:
             "[Match]\nName=vmbr0\n\n[Network]\n"
             f"Address={settings.address(self.last)}/24\nGateway={settings.gateway}\nConfigureWithoutCarrier=yes\n"
         )
+        # A device that can be opened, with a dynamic major and no hardware: the macvtap of an empty bridge.
+        (units / "gpusim.netdev").write_text("[NetDev]\nName=gpusim\nKind=bridge\n")
+        (units / "gpusim.network").write_text(
+            "[Match]\nName=gpusim\n\n[Network]\nMACVTAP=gpusim0\nLinkLocalAddressing=no\nConfigureWithoutCarrier=yes\n"
+        )
+        (units / "gpusim0.netdev").write_text("[NetDev]\nName=gpusim0\nKind=macvtap\n")
+        (units / "gpusim0.network").write_text("[Match]\nName=gpusim0\n\n[Network]\nLinkLocalAddressing=no\n")
         for file in SUBORDINATE_IDS:
             (root / file.relative_to("/")).write_text(f"{MAPPING}\n")
 
@@ -222,3 +234,6 @@ def clear_cgroups(names: list[str]) -> None:
             if top.is_dir() and any(top.name == name or top.name.startswith(f"{name}-") for name in mark):
                 for folder in sorted((path for path in [top, *top.rglob("*")] if path.is_dir()), reverse=True):
                     folder.rmdir()
+        pivot = hierarchy / "lxc.pivot"
+        if pivot.is_dir() and not list(hierarchy.glob("lxc.monitor.*")):
+            pivot.rmdir()

@@ -10,7 +10,8 @@ from tests.testinfra.fleet import Fleet
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what `ansible-playbook` has too; the inventory comes with testinfra's own --ansible-inventory."""
+    """Add the options of `ansible-playbook` that choose hosts, and the one that allows disruptions."""
+    parser.addoption("--inventory", action="append", help="inventory path, several times for several")
     parser.addoption("--limit", help="only hosts of this pattern, as after ansible-playbook -l")
     parser.addoption("--disruptive", action="store_true", help="also run checks that stop and restart things")
 
@@ -30,13 +31,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @functools.cache
-def fleet_of(inventory: str | None, limit: str | None) -> Fleet:
+def fleet_of(inventories: tuple[str, ...], limit: str | None) -> Fleet:
     """Return the fleet, read once."""
-    return Fleet([inventory] if inventory else None, limit)
+    return Fleet(list(inventories) or None, limit)
 
 
 def _fleet(config: pytest.Config) -> Fleet:
-    return fleet_of(config.getoption("ansible_inventory"), config.getoption("--limit"))
+    return fleet_of(tuple(config.getoption("--inventory") or ()), config.getoption("--limit"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -35,7 +35,7 @@ options:
     type: str
     default: present
     choices: [checked, present, started, restarted, stopped, absent]
-    description: V(checked) only looks for problems, V(present) creates and configures, V(started) also starts.
+    description: V(checked) only looks for problems, V(present) creates and configures, the others work on what exists.
   vmid: {type: int, required: true, description: Number of the container on its host.}
   name: {type: str, required: true, description: Host name of the container.}
   template: {type: str, description: Tarball of the root file system (lxc) or volume id of the template (pct).}
@@ -174,7 +174,6 @@ def lxc_config(guest: Guest, folder: Path) -> str:
     ]
     if not guest.privileged:
         lines += [
-            "lxc.rootfs.options = idmap=container",
             f"lxc.idmap = u 0 {ID_MAP_START} {ID_MAP_SIZE}",
             f"lxc.idmap = g 0 {ID_MAP_START} {ID_MAP_SIZE}",
         ]
@@ -304,6 +303,16 @@ def definition_problems(guest: Guest) -> list[str]:
     return problems
 
 
+def privilege_problems(guest: Guest, privileged: bool) -> list[str]:
+    """Return what is wrong when an existing container is privileged, or is not, against its definition."""
+    if guest.privileged == privileged:
+        return []
+    return [
+        f"lxc_container_privileged: {guest.privileged}, but {guest.name} was made with {privileged}, and its files "
+        "belong to other users then. Keep the value, or remove the container (lxc_container_state: absent) first."
+    ]
+
+
 def run(argv: list[str], check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a program.
 
@@ -321,7 +330,8 @@ def run(argv: list[str], check: bool = True) -> subprocess.CompletedProcess[str]
 
 
 def answers(address: str) -> bool:
-    """Tell whether a machine with this address answers to ARP (or neighbour discovery) from this host."""
+    """Tell whether a machine with this address answers to ARP (or neighbour discovery) from this host now."""
+    run(["ip", "neighbour", "flush", "to", address], check=False)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.sendto(b"", (address, 9))
@@ -439,12 +449,30 @@ class Backend:
         return [" ".join(line.split()[:2]) for line in text.splitlines() if line.strip()]
 
 
+def decompressor(template: str) -> str:
+    """Return the program that decompresses a tarball, by its name.
+
+    Raises:
+        GuestError: the name ends in nothing known.
+    """
+    programs = {".zst": "zstd", ".gz": "gzip", ".tgz": "gzip", ".xz": "xz"}
+    suffix = Path(template).suffix
+    if suffix not in programs:
+        raise GuestError(f"lxc_container_template: {template} ends in none of {', '.join(sorted(programs))}.")
+    return programs[suffix]
+
+
 def is_device(path: str) -> bool:
     """Tell whether there is a character device at `path`."""
     try:
         return stat.S_ISCHR(Path(path).stat().st_mode)
     except OSError:
         return False
+
+
+def effective_lines(config: str) -> list[str]:
+    """Return the lines of an LXC configuration that a running container was shaped by."""
+    return [line for line in config.splitlines() if not line.startswith(("#", "lxc.start."))]
 
 
 class Lxc(Backend):
@@ -469,6 +497,8 @@ class Lxc(Backend):
         if self.exists() and (vmid is None or int(vmid[1]) != guest.vmid):
             owner = f"has vmid {vmid[1]}" if vmid else "was not made by this role"
             found.append(f"lxc_container_name: a container {guest.name} exists and {owner}. Rename one of the two.")
+        if self.exists():
+            found += privilege_problems(guest, "\nlxc.idmap" not in self.config.read_text())
         for config in self.lxcpath.glob("*/config"):
             if config != self.config and f"\n# vmid: {guest.vmid}\n" in config.read_text():
                 found.append(
@@ -510,22 +540,35 @@ class Lxc(Backend):
         guest, partial = self.guest, self.folder / "rootfs.partial"
         if self.dry or (self.folder / "rootfs").is_dir():
             return
+        self._map_ids()
+        owner = 0 if guest.privileged else ID_MAP_START
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         self.folder.chmod(0o711)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        run(["tar", "--extract", "--numeric-owner", "--file", guest.template, "--directory", str(partial)])
-        (partial / "etc/hostname").write_text(f"{guest.name}\n")
-        (partial / "etc/hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{guest.ip} {guest.name}\n")
+        os.chown(partial, owner, owner)
+
+        def put(name: str, text: str, mode: int = 0o644) -> None:
+            path = partial / name
+            path.unlink(missing_ok=True)
+            path.write_text(text)
+            path.chmod(mode)
+            os.chown(path, owner, owner)
+
+        # As root of the container's user namespace, so that owners, set-uid bits and file capabilities are the
+        # container's; LXC 5's id-mapped mounts would do without, but are lost when a container reboots itself.
+        mapped = [] if guest.privileged else ["lxc-usernsexec", "-m", f"b:0:{ID_MAP_START}:{ID_MAP_SIZE}", "--"]
+        unpack = ["tar", "--extract", "--numeric-owner", f"--use-compress-program={decompressor(guest.template)}"]
+        skip = ["--exclude=./dev/*", "--exclude=dev/*"]
+        run([*mapped, *unpack, *skip, "--file", guest.template, "--directory", str(partial)])
+        put("etc/hostname", f"{guest.name}\n")
+        put("etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{guest.ip} {guest.name}\n")
         servers = "".join(f"nameserver {server}\n" for server in guest.nameservers)
-        resolver = partial / "etc/resolv.conf"
-        resolver.unlink(missing_ok=True)
-        resolver.write_text(servers or readable_text(Path("/etc/resolv.conf")))
-        keys = partial / "root/.ssh/authorized_keys"
-        keys.parent.mkdir(mode=0o700, exist_ok=True)
-        keys.write_text("".join(f"{key.strip()}\n" for key in guest.ssh_public_keys))
-        keys.chmod(0o600)
-        run(["ssh-keygen", "-A", "-f", str(partial)])
+        put("etc/resolv.conf", servers or readable_text(Path("/etc/resolv.conf")))
+        (partial / "root/.ssh").mkdir(mode=0o700, exist_ok=True)
+        os.chown(partial / "root/.ssh", owner, owner)
+        put("root/.ssh/authorized_keys", "".join(f"{key.strip()}\n" for key in guest.ssh_public_keys), 0o600)
+        run([*mapped, "ssh-keygen", "-A", "-f", str(partial)])
         partial.rename(self.folder / "rootfs")
 
     def configure(self) -> bool:
@@ -538,7 +581,6 @@ class Lxc(Backend):
         self.after = wanted + wanted_devices
         changed = self.before != self.after
         if changed and not self.dry:
-            self._map_ids()
             if wanted_devices:
                 write(self.devices, wanted_devices)
             else:
@@ -562,7 +604,7 @@ class Lxc(Backend):
     def stale(self) -> bool:
         """Tell whether it has run since before its configuration changed."""
         now = "".join(file.read_text() for file in sorted(self.folder.glob("*conf*")))
-        return now != readable_text(self.folder / "started")
+        return effective_lines(now) != effective_lines(readable_text(self.folder / "started"))
 
     def start(self) -> None:
         """Start it."""
@@ -612,7 +654,10 @@ class Pct(Backend):
                     f"lxc_container_vmid: {self.guest.vmid} is used by {config.relative_to('/etc/pve')}. "
                     "Choose a free one."
                 )
-        if not self.exists() and not self.guest.template:
+        if self.exists():
+            unprivileged = main_section(readable_text(self.config)).get("unprivileged", "0")
+            found += privilege_problems(self.guest, unprivileged != "1")
+        elif not self.guest.template:
             found.append("lxc_container_template: empty. Name one from `pveam list local`.")
         return found
 
@@ -702,7 +747,7 @@ def converge(backend: Backend, state: str) -> dict[str, Any]:
     Raises:
         GuestError: the definition has problems, or a step failed.
     """
-    dry, changed = backend.dry, False
+    dry = backend.dry
     existed = backend.exists()
     running = backend.running() if existed else False
     if state == "absent":
@@ -716,35 +761,42 @@ def converge(backend: Backend, state: str) -> dict[str, Any]:
         if running and not dry:
             backend.stop()
         return {"changed": running, "exists": existed, "restart_required": False}
+    if state in ("started", "restarted"):
+        return run_guest(backend, existed, running, state)
     found = backend.problems()
     if found:
         raise GuestError("nothing was changed:\n" + "\n".join(f"- {line}" for line in found))
     if state == "checked":
         return {"changed": False, "exists": existed, "restart_required": False}
     if not existed:
-        changed = True
         backend.create()
-    changed |= backend.configure()
-    if state == "restarted" and running:
-        changed = True
-        if not dry:
-            backend.stop()
-            running = False
-    if state in ("started", "restarted") and not running:
-        changed = True
-        if not dry:
-            backend.start()
-            running = True
-    result: dict[str, Any] = {"changed": changed, "exists": existed or not dry}
-    result["restart_required"] = running and (backend.stale() if not dry else changed)
-    if state in ("started", "restarted") and running and not dry:
-        result["host_keys"] = backend.host_keys()
-    result["diff"] = {
-        "before": backend.before,
-        "after": backend.after,
-        "before_header": "before",
-        "after_header": "after",
+    configured = backend.configure()
+    header = {"before_header": "before", "after_header": "after"}
+    return {
+        "changed": configured or not existed,
+        "exists": existed or not dry,
+        "restart_required": running and (configured if dry else backend.stale()),
+        "diff": {"before": backend.before, "after": backend.after, **header},
     }
+
+
+def run_guest(backend: Backend, exists: bool, running: bool, state: str) -> dict[str, Any]:
+    """Start or restart a container and return the module's result.
+
+    Raises:
+        GuestError: there is no such container, or it does not start.
+    """
+    dry = backend.dry
+    if not exists and not dry:
+        raise GuestError("does not exist. Make it first: run the play without `--tags run`.")
+    changed = state == "restarted" or not running
+    if changed and not dry:
+        if running:
+            backend.stop()
+        backend.start()
+    result: dict[str, Any] = {"changed": changed, "exists": exists, "restart_required": False}
+    if exists and (running or not dry):
+        result["host_keys"] = backend.host_keys()
     return result
 
 

@@ -1,0 +1,5 @@
+"""Functions on images."""
+
+from torchvision._absent import absent
+
+__getattr__ = absent(__name__)
