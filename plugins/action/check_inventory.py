@@ -158,7 +158,10 @@ class Host:
             return checked.validated_parameters[name], []
         if "options" not in option:
             return None, [f"is {value!r}. {remedy(option)}"]
-        return None, [f"{error.rstrip('.').replace(f'{name}.', '')}. It is {value!r}. {remedy(option)}" for error in checked.error_messages]
+        return None, [
+            f"{error.rstrip('.').replace(f'{name}.', '')}. It is {value!r}. {remedy(option)}"
+            for error in checked.error_messages
+        ]
 
 
 Fleet = Mapping[str, Host]
@@ -374,8 +377,8 @@ def device_problems(fleet: Fleet) -> Iterator[Problem]:
             yield one(
                 host,
                 "lxc_container_devices",
-                f"not among gpu_devices_nodes of {carrier.name}: {', '.join(missing)}. Add them there, or take them out "
-                "here.",
+                f"not among gpu_devices_nodes of {carrier.name}: {', '.join(missing)}. Add them there, or take them "
+                "out here.",
             )
     users: dict[tuple[str, str], set[str]] = defaultdict(set)
     for host, carrier in carried(fleet):
@@ -400,14 +403,42 @@ def definition_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
         module: the file of the module lxc_guest.
     """
     for host in containers(fleet):
-        names = {item.name: f"lxc_container_{item.name}" for item in fields(module.Guest)}
-        values = {item: host.get(name) for item, name in names.items()}
+        values = {item.name: host.get(f"lxc_container_{item.name}") for item in fields(module.Guest)}
         values = {item: tuple(value) if isinstance(value, list) else value for item, value in values.items()}
         guest = module.Guest(**{item: value for item, value in values.items() if value is not None} | {"mounts": ()})
         for text in module.definition_problems(guest):
             variable, _, rest = text.partition(": ")
             if host.get(variable) is not None:
                 yield one(host, variable, rest)
+
+
+TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
+
+
+def deployment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
+    """Report deployments that disturb each other or want GPUs that their container has not.
+
+    Args:
+        fleet: the inventory.
+        module: the file of the module sglang_deployments.
+    """
+    for host in fleet.values():
+        deployments = [module.Deployment(**item) for item in host.get("sglang_deployments") or []]
+        for text in module.shape_problems(deployments):
+            variable, _, rest = text.partition(": ")
+            yield one(host, variable, rest)
+        count = sum(bool(GPU.fullmatch(device)) for device in host.get("lxc_container_devices") or [])
+        for item in deployments if count else []:
+            where = f"sglang_deployments, {item.name}"
+            if outside := sorted(gpu for gpu in item.gpus if not 0 <= gpu < count):
+                text = f"gpus has {outside}, but lxc_container_devices has {count} GPUs, 0 to {count - 1}. Correct one."
+                yield one(host, where, text)
+            flags = {key.replace("_", "-"): value for key, value in item.arguments.items()}
+            width = next((int(flags[key]) for key in TENSOR_PARALLEL if str(flags.get(key, "")).isdecimal()), 1)
+            if width > (have := len(item.gpus) or count):
+                yield one(
+                    host, where, f"tensor parallel size {width} needs as many GPUs, and it has {have}. Correct one."
+                )
 
 
 def limit_problems(fleet: Fleet, running: Iterable[str]) -> Iterator[Problem]:
@@ -484,6 +515,10 @@ class Resolved(Mapping[str, Any]):
             reason = " ".join(str(error).split())
             return Unresolved(reason if reason.endswith(".") else f"{reason}.", self._made_from_facts(raw, set()))
 
+    def __contains__(self, name: object) -> bool:
+        """Tell whether the variable is set."""
+        return name in self._raw
+
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
         return iter(self._raw)
@@ -493,7 +528,7 @@ class Resolved(Mapping[str, Any]):
         return len(self._raw)
 
     def _made_from_facts(self, raw: Any, seen: set[str]) -> bool:
-        text = str(raw)
+        text = repr(raw)
         if FACTS.search(text):
             return True
         names = set(re.findall(r"[a-z_]\w*", text)) & self._raw.keys() - seen if "{{" in text else set()
@@ -530,7 +565,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         yield from placement_problems(fleet, groups.get("lxc_hosts", []))
         for check in (vmid_problems, address_problems, memory_problems, driver_problems, device_problems):
             yield from check(fleet)
-        yield from definition_problems(fleet, self._module("lxc_container", "lxc_guest"))
+        ran = {role for host in fleet.values() for role, _ in host.roles}
+        if "lxc_container" in ran:
+            yield from definition_problems(fleet, self._module("lxc_container", "lxc_guest"))
+        if "sglang" in ran:
+            yield from deployment_problems(fleet, self._module("sglang", "sglang_deployments"))
         yield from limit_problems(fleet, variables["ansible_play_hosts_all"])
 
     def _load(self, path: str) -> Any:
