@@ -36,10 +36,10 @@ def test_the_boot_unit_applied_fstab(host: Host) -> None:
 def test_what_is_free_can_be_written_and_no_more(host: Host) -> None:
     """Write until the kernel says that no space is left; a size above the memory would end the writer instead."""
     free = int(host.check_output("df --block-size=1 --output=avail /dev/shm").split()[1])
-    needed = host.check_output("awk '/^MemAvailable:/ {print $2 * 1024}' /proc/meminfo")
-    if int(needed) < free:
+    needed = host.check_output("awk '/^MemAvailable:/ {print $2}' /proc/meminfo")
+    if int(needed) * 1024 < free:
         pytest.fail(
-            f"{free // MIB} MiB of /dev/shm are free, but only {int(needed) // MIB} MiB of memory are available"
+            f"{free // MIB} MiB of /dev/shm are free, but only {int(needed) // 1024} MiB of memory are available"
         )
     result = host.run(
         "file=$(mktemp -p /dev/shm) && trap 'rm -f \"$file\"' EXIT; "
