@@ -9,30 +9,23 @@ GROUP = "gpu_containers"
 MIB = 1024 * 1024
 
 
-@pytest.fixture
-def size_mib(variables: dict[str, Any]) -> int:
-    if variables["shm_state"] != "present":
-        pytest.skip("shm_state is absent")
-    return int(variables["shm_size_mib"])
+def test_df_shows_the_size(host: Host, variables: dict[str, Any]) -> None:
+    assert host.check_output("df --block-size=1 --output=size /dev/shm").split()[1:] == [
+        str(variables["shm_size_mib"] * MIB)
+    ]
 
 
-def test_df_shows_the_size(host: Host, size_mib: int) -> None:
-    assert host.check_output("df --block-size=1 --output=size /dev/shm").split()[1:] == [str(size_mib * MIB)]
-
-
-def test_fstab_sets_the_size_at_boot(host: Host, size_mib: int) -> None:
+def test_fstab_sets_the_size_at_boot(host: Host, variables: dict[str, Any]) -> None:
     lines = [line.split() for line in host.file("/etc/fstab").content_string.splitlines()]
     options = [line[3].split(",") for line in lines if len(line) > 3 and line[1] == "/dev/shm"]
     assert len(options) == 1
-    assert f"size={size_mib}m" in options[0]
+    assert f"size={variables['shm_size_mib']}m" in options[0]
 
 
-@pytest.mark.usefixtures("size_mib")
 def test_the_boot_unit_applied_fstab(host: Host) -> None:
     assert host.check_output("systemctl show --property=Result --value systemd-remount-fs.service") == "success"
 
 
-@pytest.mark.usefixtures("size_mib")
 def test_what_is_free_can_be_written_and_no_more(host: Host) -> None:
     """Write until the kernel says that no space is left; a size above the memory would end the writer instead."""
     free = int(host.check_output("df --block-size=1 --output=avail /dev/shm").split()[1])
