@@ -22,10 +22,10 @@ module: uv_release
 short_description: One locked Python environment as an immutable release
 description:
   - Makes C(ROOT/NAME/releases/ID), where ID follows from the lock, the local packages and the interpreter, and lets
-    C(ROOT/NAME/current) point to it once it is complete and its imports work. A run that ends half-way leaves C(current) as
-    it was, and the next run makes the release anew.
-  - The action plugin of this name runs on the controller. It builds local packages as wheels, and brings lock, wheels and
-    uv to the machine when a release has to be made.
+    C(ROOT/NAME/current) point to it once it is complete and its imports work. A run that ends half-way leaves
+    C(current) as it was, and the next run makes the release anew.
+  - The action plugin of this name runs on the controller. It builds local packages as wheels, and brings lock, wheels
+    and uv to the machine when a release has to be made.
 options:
   state: {type: str, default: present, choices: [present, absent], description: Whether the environment is there.}
   name: {type: str, required: true, description: Name of the environment.}
@@ -40,7 +40,7 @@ options:
   keep_releases: {type: int, default: 2, description: Complete releases that stay, the current one included.}
   required_mib: {type: int, default: 1024, description: Free space in MiB without which no release is begun.}
   lock: {type: str, default: "", description: Text of the lock; set by the action plugin.}
-  package_digests: {type: list, elements: str, default: [], description: Digests of the sources; set by the action plugin.}
+  package_digests: {type: list, elements: str, default: [], description: Their digests; set by the action plugin.}
   wheels: {type: list, elements: path, default: [], description: Wheels on the machine; set by the action plugin.}
   uv: {type: path, default: "", description: Program on the machine; set by the action plugin.}
   make: {type: bool, default: true, description: Whether a missing release is made; set by the action plugin.}
@@ -193,8 +193,8 @@ class Maker:
             if "No space left on device" in done.stderr:
                 root, cache = self.environment.root, self.environment.cache_dir
                 text = (
-                    f"the disk is full: uv_venv_root {root} has {free_mib(root)} MiB free, uv_venv_cache_dir {cache} has "
-                    f"{free_mib(Path(cache))}. Make room, or name other folders.\n{text}"
+                    f"the disk is full: uv_venv_root {root} has {free_mib(root)} MiB free, uv_venv_cache_dir {cache} "
+                    f"has {free_mib(Path(cache))}. Make room, or name other folders.\n{text}"
                 )
             raise ReleaseError(f"`uv {' '.join(words[:2])}`: {text}")
         return done.stdout
