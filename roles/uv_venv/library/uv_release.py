@@ -129,10 +129,8 @@ def problems(environment: Environment) -> list[str]:
         found.append(
             f"uv_venv_keep_releases: {environment.keep_releases} would not keep the current one. Give 1 or more."
         )
-    unhashed = len(pins(environment.lock)) - len(
-        re.findall(r"==(?:[^\n]*\\\n\s*--hash|[^\n]*--hash)", environment.lock)
-    )
-    if not pins(environment.lock) or unhashed > 0:
+    hashed = re.findall(r"==[^\n]*(?:\\\n\s*)?--hash=", environment.lock)
+    if not pins(environment.lock) or len(hashed) < len(pins(environment.lock)):
         found.append(
             "uv_venv_requirements: not a lock with a hash for each package. Write it with "
             "`uv pip compile --generate-hashes`."
