@@ -1,0 +1,265 @@
+"""The inventories are right, and a wrong one is refused on the controller with host, variable, value and remedy."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from ansible import constants
+from ansible.inventory.manager import InventoryManager
+from ansible.parsing.dataloader import DataLoader
+from ansible.parsing.vault import VaultSecret
+from ansible.plugins.loader import init_plugin_loader
+from ansible.template import Templar
+from ansible.vars.hostvars import HostVars
+from ansible.vars.manager import VariableManager
+
+from tests.unit.loading import ROOT, load
+
+plugin = load("plugins/action/check_inventory.py")
+
+VAULT_PASSWORD = "example"  # noqa: S105
+"""Documented in the example's vault.yml; protects nothing."""
+PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA operator"
+INVENTORIES = [name for name in ("example", "lab") if (ROOT / "inventories" / name).is_dir()]
+PLAYS = """
+- hosts: lxc_hosts
+  roles: [gpu_devices]
+  tasks:
+    - ansible.builtin.import_role: {name: lxc_container, tasks_from: host}
+- hosts: gpu_containers
+  roles: [lxc_container]
+"""
+SITE = ROOT / "site.yml"
+
+
+@pytest.fixture(autouse=True)
+def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the operator a home with an SSH key and the vault's password, and the lab its state."""
+    home, lab = tmp_path / "home", tmp_path / "lab/77"
+    for folder in (home / ".ssh", lab / "ssh"):
+        folder.mkdir(parents=True)
+        (folder / "id_ed25519.pub").write_text(f"{PUBLIC_KEY}\n")
+    (home / "vault-password").write_text(VAULT_PASSWORD)
+    for name, value in {"HOME": home, "LAB_STATE": tmp_path / "lab", "LAB_SUBNET": "77"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("ANSIBLE_VAULT_PASSWORD_FILE", str(home / "vault-password"))
+    monkeypatch.setenv("ANSIBLE_CONFIG", str(ROOT / "ansible.cfg"))
+    monkeypatch.setattr(constants, "DEFAULT_ROLES_PATH", [str(ROOT / "roles")])
+    return home
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that says what is wrong with an inventory after changes to variables of hosts."""
+    init_plugin_loader()
+
+    def checked(
+        changes: dict[str, dict[str, Any]] | None = None,
+        inventory: str = "example",
+        running: list[str] | None = None,
+        plays: str | None = None,
+        groups: dict[str, Any] | None = None,
+    ) -> list[str]:
+        extra = tmp_path / "changes"
+        (extra / "host_vars").mkdir(parents=True)
+        (extra / "hosts.yml").write_text(yaml.safe_dump(groups or {"all": {"hosts": dict.fromkeys(changes or {})}}))
+        for host, variables in (changes or {}).items():
+            (extra / "host_vars" / f"{host}.yml").write_text(yaml.safe_dump(variables, sort_keys=False))
+        playbook = SITE
+        if plays or not SITE.exists():
+            playbook = tmp_path / "plays.yml"
+            playbook.write_text(plays or PLAYS)
+        loader = DataLoader()
+        loader.set_vault_secrets([("default", VaultSecret(VAULT_PASSWORD.encode()))])
+        sources = [str(ROOT / "inventories" / inventory), *([str(extra)] if changes or groups else [])]
+        manager = InventoryManager(loader, sources=sources)
+        variables = VariableManager(loader, manager)
+        hostvars = HostVars(manager, variables, loader)
+        seen = variables.get_vars() | {
+            "hostvars": hostvars,
+            "groups": manager.get_groups_dict(),
+            "ansible_play_hosts_all": running or list(manager.hosts),
+        }
+        action = plugin.ActionModule(
+            task=SimpleNamespace(args={"playbook": str(playbook)}),
+            connection=None,
+            play_context=None,
+            loader=loader,
+            templar=Templar(loader, variables=seen),
+            shared_loader_obj=None,
+        )
+        return list(plugin.report(action._problems(seen), seen["ansible_play_hosts_all"]))
+
+    return checked
+
+
+def ansible(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one of Ansible's programs in the repository."""
+    return subprocess.run(
+        [str(Path(sys.executable).with_name(program)), *arguments],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_example_has_the_whole_fleet() -> None:
+    done = ansible("ansible-inventory", "-i", "inventories/example", "--list")
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(done.stdout)
+    hosts = listed["_meta"]["hostvars"]
+    assert sorted(hosts) == ["b200", "ct129", "ct200", "kpro5", "kpro6", "pro4", "spark1", "spark2"]
+    assert {name: hosts[name]["lxc_host"] for name in listed["gpu_containers"]["hosts"]} == {
+        "ct129": "kpro5",
+        "ct200": "kpro6",
+    }
+    counts = {name: (values["gpu_preflight_model"], values["gpu_preflight_count"]) for name, values in hosts.items()}
+    assert counts == {
+        "kpro5": ("NVIDIA RTX A6000", 2),
+        "ct129": ("NVIDIA RTX A6000", 2),
+        "kpro6": ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 8),
+        "ct200": ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 8),
+        "pro4": ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 4),
+        "b200": ("NVIDIA B200", 7),
+        "spark1": ("NVIDIA GB10", 1),
+        "spark2": ("NVIDIA GB10", 1),
+    }
+
+
+@pytest.mark.parametrize("inventory", INVENTORIES)
+def test_inventory_lists_and_the_site_reads(inventory: str) -> None:
+    assert ansible("ansible-inventory", "-i", f"inventories/{inventory}", "--list").returncode == 0
+    if SITE.exists():
+        done = ansible("ansible-playbook", "-i", f"inventories/{inventory}", "--syntax-check", "site.yml")
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("inventory", INVENTORIES)
+def test_inventory_has_no_problem(check: Callable[..., list[str]], inventory: str) -> None:
+    assert check(inventory=inventory) == []
+
+
+FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "host unknown": (
+        {"ct200": {"lxc_host": "kpro7"}},
+        "ct200: lxc_host: 'kpro7' is not a host of the inventory. Write kpro6.",
+    ),
+    "host carries no containers": (
+        {"ct200": {"lxc_host": "b200"}},
+        "ct200: lxc_host: 'b200' is not in the group lxc_hosts. Add it there.",
+    ),
+    "container outside its group": (
+        {"pro4": {"lxc_host": "kpro6"}},
+        "pro4: lxc_host: is 'kpro6', but pro4 is not in gpu_containers. Add it there.",
+    ),
+    "vmid twice in a cluster": (
+        {"ct129": {"lxc_vmid": 200}},
+        "ct129, ct200: lxc_vmid: 200 is given to more than one container of kpro. Give each its own number.",
+    ),
+    "vmid too low": (
+        {"ct129": {"lxc_vmid": 7}},
+        "ct129: lxc_container_vmid: 7 is below 100, which Proxmox VE reserves. Choose a free one.",
+    ),
+    "address twice": (
+        {"ct129": {"lxc_container_address": "192.0.2.200/24", "ansible_host": "ct129.example"}},
+        "ct129, ct200: lxc_container_address: 192.0.2.200 is given to more than one container. "
+        "Give each its own address.",
+    ),
+    "address of a host": (
+        {"ct129": {"ansible_host": "192.0.2.6"}},
+        "ct129, kpro6: ansible_host: 192.0.2.6 is where Ansible reaches more than one host. Correct all but one.",
+    ),
+    "address that is none": (
+        {"ct129": {"lxc_container_address": "192.0.2.300/24"}},
+        "ct129: lxc_container_address: '192.0.2.300/24' does not appear to be an IPv4 or IPv6 interface. "
+        "Write an address with prefix length, such as 192.0.2.200/24.",
+    ),
+    "address without prefix": (
+        {"ct129": {"lxc_container_address": "192.0.2.129"}},
+        "ct129: lxc_container_address: '192.0.2.129' has no prefix length. Write it as 192.0.2.129/24.",
+    ),
+    "another address to reach it": (
+        {"ct129": {"lxc_container_address": "192.0.2.130/24"}},
+        "ct129: ansible_host: 192.0.2.129 is not 192.0.2.130 of lxc_container_address, so Ansible would reach another "
+        "machine. Make the two equal.",
+    ),
+    "gateway elsewhere": (
+        {"ct129": {"lxc_container_gateway": "198.51.100.1"}},
+        "ct129: lxc_container_gateway: 198.51.100.1 is not in 192.0.2.0/24 of lxc_container_address. "
+        "Correct one of the two.",
+    ),
+    "shared memory as large as memory": (
+        {"ct200": {"shm_size_mib": 1048576}},
+        "ct200: shm_size_mib: 1048576 is not below lxc_container_memory_mib, 1048576. What lies in /dev/shm counts as "
+        "memory: lower the one or raise the other.",
+    ),
+    "driver of another version than the host's": (
+        {"ct129": {"nvidia_driver_version": "580.159.03-1"}},
+        "ct129, kpro5: nvidia_driver_version: is 580.159.03-1 in ct129 and 580.126.09-1 on its host. A container needs "
+        "the version of its host's kernel module: set it on the host only, and in gpu_containers to "
+        "{{ hostvars[lxc_host].nvidia_driver_version }}.",
+    ),
+    "device that the host has not": (
+        {"ct129": {"lxc_container_devices": ["/dev/nvidia1", "/dev/nvidia2", "/dev/nvidia3", "/dev/fuse"]}},
+        "ct129: lxc_container_devices: not among gpu_devices_nodes of kpro5: /dev/nvidia2, /dev/nvidia3. Add them "
+        "there, or take them out here.",
+    ),
+    "no key to log in with": (
+        {"ct129": {"lxc_container_ssh_public_keys": []}},
+        "ct129: lxc_container_ssh_public_keys: empty, nobody could log in. Give at least one public key.",
+    ),
+    "a key that is none": (
+        {"ct129": {"lxc_container_ssh_public_keys": ["secret"]}},
+        "ct129: lxc_container_ssh_public_keys: 'secret' is not a public key. Give the text of a .pub file.",
+    ),
+    "misspelt variable": (
+        {"kpro6": {"gpu_devices_nods": []}},
+        "kpro6: gpu_devices_nods: nothing reads it. Write gpu_devices_nodes, or give a variable of your own a name less "
+        "alike.",
+    ),
+    "misspelt prefix": (
+        {"kpro6": {"gpu_device_nodes": []}},
+        "kpro6: gpu_device_nodes: nothing reads it. Write gpu_devices_nodes, or give a variable of your own a name less "
+        "alike.",
+    ),
+    "variable of a role that has none such": (
+        {"ct200": {"lxc_container_weight": 5}},
+        "ct200: lxc_container_weight: nothing reads it. Take it out, or give a variable of your own another prefix.",
+    ),
+    "choice that is none": (
+        {"ct200": {"lxc_container_backend": "docker"}},
+        "ct200: lxc_container_backend: is 'docker'. Set it to one of lxc, pct.",
+    ),
+    "text for a number": (
+        {"ct200": {"lxc_container_memory_mib": "much"}},
+        "ct200: lxc_container_memory_mib: is 'much'. Set it to a whole number: Memory limit in MiB. With 0 plain LXC "
+        "sets none, and Proxmox VE keeps its own value.",
+    ),
+    "key inside a variable": (
+        {"ct200": {"lxc_container_mounts": [{"source": "/a", "target": "/b", "readonly": True}]}},
+        "ct200: lxc_container_mounts: Unsupported parameter: readonly. Supported parameters include: read_only, source, target. It is "
+        "[{'source': '/a', 'target': '/b', 'readonly': True}]. Set it to a list, each of them a mapping with the keys "
+        "read_only, source, target: Folders of the host shown in the container.",
+    ),
+    "reference to nothing": (
+        {"ct200": {"lxc_container_gateway": "{{ gateway_of_the_rack }}"}},
+        "ct200: lxc_container_gateway: has no value: 'gateway_of_the_rack' is undefined. Correct it, or make what it "
+        "refers to.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_named_with_its_remedy(
+    check: Callable[..., list[str]], changes: dict[str, dict[str, Any]], message: str
+) -> None:
+    assert check(changes) == [message]
