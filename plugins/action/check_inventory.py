@@ -8,7 +8,7 @@ import ipaddress
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -50,10 +50,10 @@ FLEET_OPTIONS: dict[str, dict[str, Any]] = {
 """Variables of the plays themselves, in the form of argument_specs."""
 
 GPU = re.compile(r"/dev/nvidia\d+")
-CLOSE = 0.8
-"""Similarity from which an unknown name with a role's prefix is called a misspelling of a known one."""
+CLOSE = 0.7
+"""Similarity from which a word that should be known is called a misspelling."""
 VERY_CLOSE = 0.9
-"""The same for a name without a role's prefix, which may be the user's own."""
+"""The same for the name of a variable that may be the user's own."""
 KINDS = {
     "bool": "true or false",
     "dict": "a mapping",
@@ -196,12 +196,22 @@ def one(host: Host, variable: str, text: str) -> Problem:
     return Problem(frozenset([host.name]), variable, text)
 
 
-def argument_problems(fleet: Fleet, specs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Problem]:
-    """Hold each host's variables against the argument_specs of the roles that run on it."""
+def argument_problems(
+    fleet: Fleet, specs: Mapping[tuple[str, str], Mapping[str, Any]], misplaced: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Hold each host's variables against the argument_specs of the roles that run on it.
+
+    Args:
+        fleet: the inventory.
+        specs: options by role and entry point.
+        misplaced: hosts whose lxc_host is wrong; what they would take from its variables says nothing new.
+    """
     for host in fleet.values():
         names = {name: role for role, entry in host.roles for name in specs.get((role, entry), {})}
         for name in sorted(names.keys() | (FLEET_OPTIONS.keys() & host.given)):
             for error in host.look(name)[1]:
+                if host.name in misplaced and re.search(r"has no value: .*hostvars", error, re.IGNORECASE):
+                    continue
                 yield one(host, name, error)
         for role, entry in sorted(host.roles):
             for name, option in specs.get((role, entry), {}).items():
@@ -211,14 +221,21 @@ def argument_problems(fleet: Fleet, specs: Mapping[tuple[str, str], Mapping[str,
 
 def name_problems(fleet: Fleet, roles: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
     """Find variables that no role reads: misspelt, or of another version of this project."""
-    known, prefixes = set(known), tuple(f"{role}_" for role in (*roles, "lxc"))
+    known = set(known)
+    prefixes = sorted((f"{role}_" for role in (*roles, "lxc")), key=len, reverse=True)
 
     @cache
     def verdict(name: str) -> str | None:
-        ours = name.startswith(prefixes)
-        if meant := closest(name, known, CLOSE if ours else VERY_CLOSE):
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            meant = closest(name, known, VERY_CLOSE)
+        else:
+            ours = (other.removeprefix(prefix) for other in known if other.startswith(prefix))
+            rest = closest(name.removeprefix(prefix), ours, CLOSE)
+            meant = f"{prefix}{rest}" if rest else None
+        if meant:
             return f"nothing reads it. Write {meant}, or give a variable of your own a name less alike."
-        return "nothing reads it. Take it out, or give a variable of your own another prefix." if ours else None
+        return "nothing reads it. Take it out, or give a variable of your own another prefix." if prefix else None
 
     for host in fleet.values():
         for name in sorted(host.given - known):
@@ -403,6 +420,8 @@ def definition_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
         module: the file of the module lxc_guest.
     """
     for host in containers(fleet):
+        if host.get("lxc_container_vmid") is None:
+            continue
         values = {item.name: host.get(f"lxc_container_{item.name}") for item in fields(module.Guest)}
         values = {item: tuple(value) if isinstance(value, list) else value for item, value in values.items()}
         guest = module.Guest(**{item: value for item, value in values.items() if value is not None} | {"mounts": ()})
@@ -441,6 +460,24 @@ def deployment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
                 )
 
 
+def file_problems(fleet: Fleet, project: Path) -> Iterator[Problem]:
+    """Check that locks and packages named for environments are on the controller.
+
+    Args:
+        fleet: the inventory.
+        project: folder that relative paths start from.
+    """
+    for host in fleet.values():
+        if ("uv_venv", "main") not in host.roles:
+            continue
+        named = {"uv_venv_requirements": [host.get("uv_venv_requirements")]}
+        named["uv_venv_local_packages"] = host.get("uv_venv_local_packages") or []
+        for variable, paths in named.items():
+            for path in paths:
+                if path is not None and not (project / path).exists():
+                    yield one(host, variable, f"{path} is not below {project} on the controller. Correct the path.")
+
+
 def limit_problems(fleet: Fleet, running: Iterable[str]) -> Iterator[Problem]:
     """Check that a run of a container takes its host along."""
     running = set(running)
@@ -458,7 +495,7 @@ def group_problems(groups: Iterable[str], expected: Iterable[str]) -> Iterator[P
     """Find groups whose names are nearly those that the plays run on."""
     expected = set(expected)
     for group in sorted(set(groups) - expected):
-        if meant := closest(group, expected, CLOSE):
+        if meant := closest(group, expected, VERY_CLOSE):
             yield Problem(frozenset(), f"group {group}", f"no play runs on it. Write {meant}, or name it less alike.")
 
 
@@ -535,7 +572,7 @@ class Resolved(Mapping[str, Any]):
         return any(self._made_from_facts(self._raw[name], seen | names) for name in names)
 
 
-class ActionModule(ActionBase):  # type: ignore[misc]
+class ActionModule(ActionBase):
     """Report all problems of the inventory that concern this run."""
 
     TRANSFERS_FILES = False
@@ -554,17 +591,20 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return result
 
     def _problems(self, variables: dict[str, Any]) -> Iterator[Problem]:
-        plays = read_plays(Path(self._task.args["playbook"]).resolve(), self._load)
+        playbook = Path(self._task.args["playbook"]).resolve()
+        plays = read_plays(playbook, self._load)
         specs, defaults = self._roles()
         options = {**FLEET_OPTIONS, **{name: option for spec in specs.values() for name, option in spec.items()}}
         fleet = self._fleet(variables, plays, options, defaults)
         groups = variables["groups"]
-        yield from argument_problems(fleet, specs)
+        misplaced = list(placement_problems(fleet, groups.get("lxc_hosts", [])))
+        yield from misplaced
+        yield from argument_problems(fleet, specs, {name for problem in misplaced for name in problem.hosts})
         yield from name_problems(fleet, {role for role, _ in specs}, options)
         yield from group_problems(groups, {name for play in plays for name in re.findall(r"\w+", play.pattern)})
-        yield from placement_problems(fleet, groups.get("lxc_hosts", []))
         for check in (vmid_problems, address_problems, memory_problems, driver_problems, device_problems):
             yield from check(fleet)
+        yield from file_problems(fleet, playbook.parent)
         ran = {role for host in fleet.values() for role, _ in host.roles}
         if "lxc_container" in ran:
             yield from definition_problems(fleet, self._module("lxc_container", "lxc_guest"))

@@ -15,7 +15,7 @@ import yaml
 from ansible import constants
 from ansible.inventory.manager import InventoryManager
 from ansible.parsing.dataloader import DataLoader
-from ansible.parsing.vault import VaultSecret
+from ansible.parsing.vault import VaultSecret, VaultSecretsContext
 from ansible.plugins.loader import init_plugin_loader
 from ansible.template import Templar
 from ansible.vars.hostvars import HostVars
@@ -24,6 +24,7 @@ from ansible.vars.manager import VariableManager
 from tests.unit.loading import ROOT, load
 
 init_plugin_loader()
+VaultSecretsContext.initialize(VaultSecretsContext([("default", VaultSecret(b"example"))]))
 plugin = load("plugins/action/check_inventory.py")
 
 VAULT_PASSWORD = "example"  # noqa: S105
@@ -78,7 +79,6 @@ def check(tmp_path: Path) -> Callable[..., list[str]]:
             playbook = extra / "plays.yml"
             playbook.write_text(plays or PLAYS)
         loader = DataLoader()
-        loader.set_vault_secrets([("default", VaultSecret(VAULT_PASSWORD.encode()))])
         sources = [str(ROOT / "inventories" / inventory), *([str(extra)] if changes or groups else [])]
         manager = InventoryManager(loader, sources=sources)
         variables = VariableManager(loader, manager)
@@ -247,9 +247,13 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "key inside a variable": (
         {"ct200": {"lxc_container_mounts": [{"source": "/a", "target": "/b", "readonly": True}]}},
-        "ct200: lxc_container_mounts: Unsupported parameter: readonly. Supported parameters include: read_only, source, "
-        "target. It is [{'source': '/a', 'target': '/b', 'readonly': True}]. Set it to a list, each of them a mapping with the keys "
+        "ct200: lxc_container_mounts: readonly. Supported parameters include: read_only, source, target. It is "
+        "[{'source': '/a', 'target': '/b', 'readonly': True}]. Set it to a list, each of them a mapping with the keys "
         "read_only, source, target: Folders of the host shown in the container.",
+    ),
+    "lock that is not there": (
+        {"ct200": {"uv_venv_requirements": "images/locks/none.txt"}},
+        f"ct200: uv_venv_requirements: images/locks/none.txt is not below {ROOT} on the controller. Correct the path.",
     ),
     "port of two deployments, and a GPU too": (
         {
@@ -364,11 +368,12 @@ def test_all_problems_come_together(check: Callable[..., list[str]]) -> None:
     ]
 
 
-def test_a_locked_vault_is_named(check: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "VAULT_PASSWORD", "wrong")
-    found = check()
-    assert [line.split(": ")[:3] for line in found] == [["ct129, ct200", "sglang_deployments", "has no value"]]
-    assert "Decryption failed" in found[0]
+def test_a_locked_vault_is_named(operator: Path) -> None:
+    (operator / "vault-password").write_text("wrong")
+    done = ansible("ansible-playbook", "-i", "inventories/example", "playbooks/preflight.yml")
+    assert done.returncode == 2
+    assert "* ct129, ct200: sglang_deployments: has no value: " in done.stdout
+    assert "Decryption failed" in done.stdout
 
 
 def test_the_vault_opens_with_the_documented_password() -> None:
