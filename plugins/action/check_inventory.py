@@ -360,8 +360,10 @@ def memory_problems(fleet: Fleet) -> Iterator[Problem]:
 
 
 def driver_problems(fleet: Fleet) -> Iterator[Problem]:
-    """Check that a container's driver libraries are of its host's version."""
+    """Check that a container gets driver libraries only, and of its host's version."""
     for host, carrier in carried(fleet):
+        if ("nvidia_driver", "main") in host.roles and host.get("nvidia_driver_scope") == "host":
+            yield one(host, "nvidia_driver_scope", "is 'host', which brings the kernel's part. Set it to container.")
         mine, theirs = host.get("nvidia_driver_version"), carrier.get("nvidia_driver_version")
         if mine is not None and theirs is not None and mine != theirs:
             yield Problem(
@@ -371,6 +373,24 @@ def driver_problems(fleet: Fleet) -> Iterator[Problem]:
                 "kernel module: set it on the host only, and in gpu_containers to "
                 "{{ hostvars[lxc_host].nvidia_driver_version }}.",
             )
+
+
+def gpus_of(host: Host) -> list[str]:
+    """Return the GPUs among a container's devices."""
+    return [device for device in host.get("lxc_container_devices") or [] if GPU.fullmatch(device)]
+
+
+def gpu_problems(fleet: Fleet) -> Iterator[Problem]:
+    """Check that a container expects the GPUs that it is given, and of its host's model."""
+    for host, carrier in carried(fleet):
+        mine, theirs = host.get("gpu_preflight_model"), carrier.get("gpu_preflight_model")
+        if mine and theirs and mine != theirs:
+            text = f"is {mine!r}, but {theirs!r} on its host {carrier.name}. Correct one of the two, or lxc_host."
+            yield one(host, "gpu_preflight_model", text)
+        expected, given = host.get("gpu_preflight_count"), len(gpus_of(host))
+        if expected and given and expected != given:
+            text = f"is {expected}, but lxc_container_devices has {given} GPUs. Correct one of the two."
+            yield one(host, "gpu_preflight_count", text)
 
 
 def stem(device: str) -> str:
@@ -399,8 +419,8 @@ def device_problems(fleet: Fleet) -> Iterator[Problem]:
             )
     users: dict[tuple[str, str], set[str]] = defaultdict(set)
     for host, carrier in carried(fleet):
-        for device in host.get("lxc_container_devices") or []:
-            if GPU.fullmatch(device) and device not in (carrier.get("lxc_shared_gpus") or []):
+        for device in gpus_of(host):
+            if device not in (carrier.get("lxc_shared_gpus") or []):
                 users[carrier.name, device].add(host.name)
     for (carrier_name, device), names in users.items():
         if len(names) > 1:
@@ -446,7 +466,7 @@ def deployment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
         for text in module.shape_problems(deployments):
             variable, _, rest = text.partition(": ")
             yield one(host, variable, rest)
-        count = sum(bool(GPU.fullmatch(device)) for device in host.get("lxc_container_devices") or [])
+        count = len(gpus_of(host))
         for item in deployments if count else []:
             where = f"sglang_deployments, {item.name}"
             if outside := sorted(gpu for gpu in item.gpus if not 0 <= gpu < count):
@@ -596,21 +616,23 @@ class ActionModule(ActionBase):
         specs, defaults = self._roles()
         options = {**FLEET_OPTIONS, **{name: option for spec in specs.values() for name, option in spec.items()}}
         fleet = self._fleet(variables, plays, options, defaults)
-        groups = variables["groups"]
+        groups, running = variables["groups"], variables["ansible_play_hosts_all"]
+        ours = {name: fleet[name] for name in running}
         misplaced = list(placement_problems(fleet, groups.get("lxc_hosts", [])))
         yield from misplaced
-        yield from argument_problems(fleet, specs, {name for problem in misplaced for name in problem.hosts})
-        yield from name_problems(fleet, {role for role, _ in specs}, options)
+        yield from argument_problems(ours, specs, {name for problem in misplaced for name in problem.hosts})
+        yield from name_problems(ours, {role for role, _ in specs}, options)
         yield from group_problems(groups, {name for play in plays for name in re.findall(r"\w+", play.pattern)})
-        for check in (vmid_problems, address_problems, memory_problems, driver_problems, device_problems):
+        for check in (vmid_problems, address_problems, driver_problems, gpu_problems, device_problems):
             yield from check(fleet)
-        yield from file_problems(fleet, playbook.parent)
-        ran = {role for host in fleet.values() for role, _ in host.roles}
+        yield from memory_problems(ours)
+        yield from file_problems(ours, playbook.parent)
+        ran = {role for host in ours.values() for role, _ in host.roles}
         if "lxc_container" in ran:
-            yield from definition_problems(fleet, self._module("lxc_container", "lxc_guest"))
+            yield from definition_problems(ours, self._module("lxc_container", "lxc_guest"))
         if "sglang" in ran:
-            yield from deployment_problems(fleet, self._module("sglang", "sglang_deployments"))
-        yield from limit_problems(fleet, variables["ansible_play_hosts_all"])
+            yield from deployment_problems(ours, self._module("sglang", "sglang_deployments"))
+        yield from limit_problems(fleet, running)
 
     def _load(self, path: str) -> Any:
         return self._loader.load_from_file(path, trusted_as_template=True)

@@ -155,8 +155,8 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "ct200: lxc_host: 'kpro7' is not a host of the inventory. Write kpro6.",
     ),
     "host carries no containers": (
-        {"ct200": {"lxc_host": "b200"}},
-        "ct200: lxc_host: 'b200' is not in the group lxc_hosts. Add it there.",
+        {"ct200": {"lxc_host": "pro4"}},
+        "ct200: lxc_host: 'pro4' is not in the group lxc_hosts. Add it there.",
     ),
     "container outside its group": (
         {"pro4": {"lxc_host": "kpro6"}},
@@ -209,9 +209,22 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "the version of its host's kernel module: set it on the host only, and in gpu_containers to "
         "{{ hostvars[lxc_host].nvidia_driver_version }}.",
     ),
+    "driver with the kernel's part in a container": (
+        {"ct129": {"nvidia_driver_scope": "host"}},
+        "ct129: nvidia_driver_scope: is 'host', which brings the kernel's part. Set it to container.",
+    ),
+    "model that the host has not": (
+        {"ct129": {"gpu_preflight_model": "NVIDIA RTX PRO 6000 Blackwell Server Edition"}},
+        "ct129: gpu_preflight_model: is 'NVIDIA RTX PRO 6000 Blackwell Server Edition', but 'NVIDIA RTX A6000' on its "
+        "host kpro5. Correct one of the two, or lxc_host.",
+    ),
+    "more GPUs than devices": (
+        {"ct129": {"gpu_preflight_count": 3}},
+        "ct129: gpu_preflight_count: is 3, but lxc_container_devices has 2 GPUs. Correct one of the two.",
+    ),
     "device that the host has not": (
-        {"ct129": {"lxc_container_devices": ["/dev/nvidia1", "/dev/nvidia2", "/dev/nvidia3", "/dev/fuse"]}},
-        "ct129: lxc_container_devices: not among gpu_devices_nodes of kpro5: /dev/nvidia2, /dev/nvidia3. Add them "
+        {"ct129": {"lxc_container_devices": ["/dev/nvidia1", "/dev/nvidia2", "/dev/nvidia-cap3", "/dev/fuse"]}},
+        "ct129: lxc_container_devices: not among gpu_devices_nodes of kpro5: /dev/nvidia2, /dev/nvidia-cap3. Add them "
         "there, or take them out here.",
     ),
     "no key to log in with": (
@@ -302,13 +315,8 @@ def test_a_fault_is_named_with_its_remedy(
 
 
 def test_a_gpu_in_two_containers_must_be_declared_shared(check: Callable[..., list[str]]) -> None:
-    twice = {
-        "ct129": {
-            "lxc_host": "kpro6",
-            "lxc_container_devices": ["/dev/nvidia7", "/dev/nvidiactl"],
-            "sglang_deployments": [],
-        }
-    }
+    moved = {"lxc_host": "kpro6", "gpu_preflight_model": "", "gpu_preflight_count": 1, "sglang_deployments": []}
+    twice = {"ct129": moved | {"lxc_container_devices": ["/dev/nvidia7", "/dev/nvidiactl"]}}
     assert check(twice) == [
         "ct129, ct200: lxc_container_devices: /dev/nvidia7 of kpro6 is given to more than one container. Leave it with "
         "one, or name it in lxc_shared_gpus of kpro6."
