@@ -3,6 +3,7 @@
 import ipaddress
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,13 +106,21 @@ def test_no_secret_is_there(what: str) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("at 8.8.8.8, or 192.0.2.7/24", {"8.8.8.8", "192.0.2.7"}),
-        ("2001:db8::1 and fd00:1:2::3", {"2001:db8::1", "fd00:1:2::3"}),
+        ("at 192.0.2.8, or 192.0.2.7/24", {"192.0.2.8", "192.0.2.7"}),
+        ("2001:db8::1 and [2001:db8:1:2::3]:22", {"2001:db8::1", "2001:db8:1:2::3"}),
         ("version 580.126.09-1, 1.2.3, at 10:20:30, slot 0000:01:00.0", set()),
     ],
 )
 def test_addresses_are_found(text: str, found: set[str]) -> None:
     assert addresses(text) == found
+
+
+def test_other_addresses_are_refused() -> None:
+    public, lab = str(ipaddress.ip_address(0x08080808)), str(ipaddress.ip_address(0x0A4D0006))
+    assert not allowed(public, "docs/inventory.md")
+    assert not allowed(lab, "inventories/example/hosts.yml")
+    assert allowed(lab, "inventories/lab/hosts.yml")
+    assert not allowed(public, "inventories/lab/hosts.yml")
 
 
 @pytest.mark.parametrize(
@@ -130,3 +139,22 @@ def test_secrets_are_found(what: str, text: str) -> None:
 def test_a_vaulted_or_templated_secret_is_none() -> None:
     clear = SECRETS["a secret in clear"]
     assert not clear.search('api_key: !vault |\n  $ANSIBLE_VAULT\napi_key: "{{ vault_api_key }}"\napi_key: ""\n')
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    names = {re.split(r"[<>=~\[;]", line)[0] for line in wanted}
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/decisions.md").read_text(), re.M)
+    assert names == {name for row in rows for name in row.split(", ")} - {"Package", "---"}
+
+
+def test_links_in_pages_lead_somewhere() -> None:
+    dead = {
+        (name, target)
+        for name, text in texts()
+        if name.endswith(".md")
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+        if not (ROOT / name).parent.joinpath(target).exists()
+    }
+    assert dead == set()
