@@ -150,7 +150,12 @@ class Host:
             return None, []
         value, option = self._values[name], self._options.get(name)
         if isinstance(value, Unresolved):
-            return None, [] if value.late else [f"has no value: {value.reason} Correct it, or make what it refers to."]
+            mend = (
+                "Set ANSIBLE_VAULT_PASSWORD_FILE to the file with the vault's password."
+                if "decrypt" in value.reason.lower()
+                else "Correct it, or make what it refers to."
+            )
+            return None, [] if value.late else [f"has no value: {value.reason} {mend}"]
         if option is None:
             return value, []
         checked = ArgumentSpecValidator({name: dict(option)}).validate({name: value})

@@ -382,6 +382,7 @@ def test_a_locked_vault_is_named(operator: Path) -> None:
     assert done.returncode == 2
     assert "* ct129, ct200: sglang_deployments: has no value: " in done.stdout
     assert "Decryption failed" in done.stdout
+    assert "Set ANSIBLE_VAULT_PASSWORD_FILE to the file with the vault's password." in done.stdout
 
 
 def test_the_vault_opens_with_the_documented_password() -> None:
