@@ -158,7 +158,10 @@ class Host:
             return checked.validated_parameters[name], []
         if "options" not in option:
             return None, [f"is {value!r}. {remedy(option)}"]
-        return None, [f"{error.rstrip('.').replace(f'{name}.', '')}. It is {value!r}. {remedy(option)}" for error in checked.error_messages]
+        return None, [
+            f"{error.rstrip('.').replace(f'{name}.', '')}. It is {value!r}. {remedy(option)}"
+            for error in checked.error_messages
+        ]
 
 
 Fleet = Mapping[str, Host]
