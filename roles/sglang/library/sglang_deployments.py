@@ -419,8 +419,8 @@ class Manager:
             back = systemctl("restart", one.unit)
             outcome = "its former form runs again" if back.returncode == 0 else "its former form did not come up either"
         else:
-            systemctl("stop", one.unit)
-            outcome = "it had no former form and is stopped"
+            remove(one.name)
+            outcome = "it had no former form and is taken away again"
         shutil.rmtree(before)
         raise DeploymentError(f"{one.unit} did not become healthy; {outcome}. Its journal ends:\n{log}")
 
