@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import sys
+from pathlib import Path
 
 from lab import doctor, machine, network
 from lab.machine import Machine
@@ -22,10 +23,29 @@ def whole(settings: Settings, _: argparse.Namespace) -> None:
     up.up(settings)
 
 
+def provide(settings: Settings, _: argparse.Namespace) -> None:
+    """Make what the lab's machines are given: root file systems, a model, wheels."""
+    from lab import up
+
+    up.provide(settings)
+
+
+def mount(text: str) -> tuple[Path, str, bool]:
+    """Parse SOURCE:TARGET or SOURCE:TARGET:ro.
+
+    Raises:
+        LabError: it is neither.
+    """
+    source, *rest = text.split(":")
+    if len(rest) not in (1, 2) or rest[1:] not in ([], ["ro"]):
+        raise LabError(f"--mount: {text!r} is not SOURCE:TARGET or SOURCE:TARGET:ro.")
+    return Path(source), rest[0], len(rest) == 2
+
+
 def machine_up(settings: Settings, args: argparse.Namespace) -> None:
     """Make one machine on the lab's network and print how to reach it."""
     network.up(settings)
-    one = Machine(args.name, args.last, args.kind, args.unprivileged)
+    one = Machine(args.name, args.last, args.kind, args.unprivileged, tuple(map(mount, args.mount)))
     one.up(settings)
     print(f"ssh {' '.join(machine.ssh_options(settings))} root@{settings.address(args.last)}")
 
@@ -61,6 +81,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("up", help="build the lab and run site.yml on it").set_defaults(call=whole)
     commands.add_parser("packages", help="install the Debian packages that are missing").set_defaults(call=packages)
+    commands.add_parser("provide", help="make file systems, a model and wheels").set_defaults(call=provide)
     commands.add_parser("down", help="remove all that the lab made").set_defaults(call=down)
     commands.add_parser("doctor", help="say what this machine lacks").set_defaults(call=examine)
     one = commands.add_parser("machine", help="a single machine on the lab's network").add_subparsers(required=True)
@@ -69,6 +90,7 @@ def main() -> None:
     make.add_argument("--last", type=int, required=True, help="last number of its address, 2 to 254")
     make.add_argument("--kind", choices=["guest", "host"], default="guest")
     make.add_argument("--unprivileged", action="store_true")
+    make.add_argument("--mount", action="append", default=[], metavar="SOURCE:TARGET[:ro]")
     make.set_defaults(call=machine_up)
     remove = one.add_parser("down")
     remove.add_argument("name")

@@ -141,4 +141,6 @@ def make(target: Path) -> None:
     for name, content in files.items():
         (partial / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     save_file(weights(), partial / "model.safetensors", metadata={"format": "pt"})
+    for file in partial.iterdir():
+        file.chmod(0o644)
     partial.rename(target)

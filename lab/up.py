@@ -1,5 +1,6 @@
 """The whole lab: the host kpro6, what it needs before the play, and the play that makes ct200."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -44,15 +45,22 @@ def provide(settings: Settings) -> None:
     with phase("model"):
         model.make(settings.state / "models" / "tiny-qwen3")
     with phase("torch for the CPU"):
-        wheelhouse = settings.cache / "wheelhouse"
-        wheelhouse.mkdir(parents=True, exist_ok=True)
-        options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--python-version", "3.11"]
-        run([PIP, "download", "--quiet", *options, "--extra-index-url", TORCH_CPU_INDEX,
-             "--find-links", wheelhouse, "-d", wheelhouse, "-r", TORCH_CPU])  # fmt: skip
+        fetch_torch(settings.cache / "wheelhouse")
     for name in ("nvidia-driver", "uv"):
         folder = settings.cache / "guest" / name
         folder.mkdir(parents=True, exist_ok=True)
         os.chown(folder, GUEST_ROOT, GUEST_ROOT)
+
+
+def fetch_torch(wheelhouse: Path) -> None:
+    """Put PyTorch's CPU build into a folder, where it is not there with the right hash."""
+    wheelhouse.mkdir(parents=True, exist_ok=True)
+    pinned = TORCH_CPU.read_text()
+    if any(hashlib.sha256(file.read_bytes()).hexdigest() in pinned for file in wheelhouse.glob("torch-*.whl")):
+        return
+    options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--python-version", "3.11"]
+    index = ["--extra-index-url", TORCH_CPU_INDEX]
+    run([PIP, "download", "--quiet", *options, *index, "--dest", wheelhouse, "--requirement", TORCH_CPU])
 
 
 def play(settings: Settings, *words: str | Path) -> None:

@@ -111,10 +111,11 @@ def main() -> None:
     tally = Tally()
     chosen = [step for step in steps(args.all) if not args.only or step.name in args.only]
     try:
-        for step in (Step("packages", (*lab, "packages")), Step("clean-before", (*lab, "down")), *chosen):
+        prepare = [Step(name, (*lab, name)) for name in ("packages", "down", "provide")]
+        for step in [*prepare, *chosen]:
             tally.add(step, run(step))
     finally:
-        last = Step("clean-after", (*lab, "down"))
+        last = Step("down-again", (*lab, "down"))
         tally.add(last, run(last))
     for name in tally.failed:
         print(f"failed: {name}")

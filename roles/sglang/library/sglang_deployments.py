@@ -113,12 +113,12 @@ class Deployment:
 
     @property
     def config(self) -> Path:
-        """File with its flags, readable by the service only because it may hold the API key."""
+        """File that only the service reads, with the flag that no list of processes may show: the API key."""
         return CONFIGS / f"{self.name}.yml"
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Every flag with its value."""
+        """Every flag of its command line with its value."""
         own: dict[str, Any] = {
             "model-path": self.model_path,
             "served-model-name": self.served_model_name or self.name,
@@ -127,8 +127,6 @@ class Deployment:
         }
         if self.metrics:
             own["enable-metrics"] = True
-        if self.api_key:
-            own["api-key"] = self.api_key
         return own | {key.replace("_", "-"): value for key, value in self.arguments.items()}
 
     @property
@@ -139,14 +137,31 @@ class Deployment:
 
 
 def config_text(deployment: Deployment) -> str:
-    """Return the file with its flags: JSON, which is YAML too."""
-    return json.dumps(deployment.flags, indent=1, sort_keys=True) + "\n"
+    """Return the file with its secret flag: JSON, which is YAML too."""
+    return json.dumps({"api-key": deployment.api_key} if deployment.api_key else {}) + "\n"
+
+
+def command(deployment: Deployment, python: Path) -> str:
+    """Return the command line of its unit, one flag a line."""
+    lines = [f"{python} -m sglang.launch_server --config {deployment.config}"]
+    for flag, value in sorted(deployment.flags.items()):
+        if value is True:
+            lines.append(f"--{flag}")
+        elif value is not False:
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            lines.append(" ".join([f"--{flag}", *(word(str(one)) for one in values)]))
+    return " \\\n  ".join(lines)
+
+
+def word(value: str) -> str:
+    """Return one word of a command in a unit file, where % and $ have a meaning and quotes group."""
+    return quoted(value).replace("$", "$$")
 
 
 def quoted(value: str) -> str:
-    """Return a word for a unit file, where % and $ have a meaning and quotes group."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{escaped}"'
+    """Return a word of a setting in a unit file, quoted where it must be."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return escaped if re.fullmatch(r"[\w./:=,@+-]+", escaped) else f'"{escaped}"'
 
 
 def dropin_text(deployment: Deployment, python: Path, unit: str) -> str:
@@ -162,11 +177,10 @@ def dropin_text(deployment: Deployment, python: Path, unit: str) -> str:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, deployment.gpus))
     lines = [f"# sglang@.service {hashlib.sha256(unit.encode()).hexdigest()[:16]}", "[Service]"]
     for key, value in sorted(environment.items()):
-        assignment = quoted(f"{key}={value}").replace("$$", "$")
-        lines.append(f"Environment={assignment}")
+        lines.append(f"Environment={quoted(f'{key}={value}')}")
     lines += [
         f"TimeoutStartSec={deployment.start_timeout_s}",
-        f"ExecStart={python} -m sglang.launch_server --config {deployment.config}",
+        f"ExecStart={command(deployment, python)}",
         f"ExecStartPost=/usr/local/lib/sglang/wait_healthy {deployment.health_url}",
     ]
     return "".join(f"{line}\n" for line in lines)
@@ -405,8 +419,8 @@ class Manager:
             back = systemctl("restart", one.unit)
             outcome = "its former form runs again" if back.returncode == 0 else "its former form did not come up either"
         else:
-            systemctl("stop", one.unit)
-            outcome = "it had no former form and is stopped"
+            remove(one.name)
+            outcome = "it had no former form and is taken away again"
         shutil.rmtree(before)
         raise DeploymentError(f"{one.unit} did not become healthy; {outcome}. Its journal ends:\n{log}")
 
@@ -422,7 +436,7 @@ class Manager:
 
 def hidden(text: str) -> str:
     """Return a text for a diff, without the API key."""
-    return re.sub(r'("api-key": )".*"', r'\1"(hidden)"', text)
+    return re.sub(r'("api-key": )"[^"]*"', r'\1"(hidden)"', text)
 
 
 def enabled(unit: str) -> bool:

@@ -1,0 +1,135 @@
+"""Each deployment serves, runs as its user from its environment, and stops and starts whole."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from testinfra.host import Host
+
+from tests.testinfra.fleet import journal
+
+GROUP = "sglang_servers"
+
+
+class Server:
+    """A deployment as a client sees it."""
+
+    def __init__(self, variables: dict[str, Any], deployment: dict[str, Any]) -> None:
+        """Name it."""
+        self.name: str = deployment["name"]
+        self.unit = f"sglang@{self.name}.service"
+        self.model: str = deployment.get("served_model_name") or self.name
+        self.url = f"http://{variables.get('ansible_host', variables['inventory_hostname'])}:{deployment['port']}"
+        self.headers = {"Content-Type": "application/json"}
+        if deployment.get("api_key"):
+            self.headers["Authorization"] = f"Bearer {deployment['api_key']}"
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """Send a request and return the answer."""
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(self.url + path, data, self.headers)  # noqa: S310
+        with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310
+            return str(answer.read().decode())
+
+
+@pytest.fixture(scope="module")
+def servers(variables: dict[str, Any]) -> Iterator[list[Server]]:
+    """Return the deployments of the host under test."""
+    found = [Server(variables, deployment) for deployment in variables["sglang_deployments"]]
+    assert found, "sglang_deployments: empty, but the host is in sglang_servers"
+    yield found
+
+
+def process_ids(host: Host, unit: str) -> list[str]:
+    """Return the processes in a unit's control group."""
+    group = host.check_output("systemctl show -P ControlGroup %s", unit)
+    found = host.run("cat /sys/fs/cgroup%s/cgroup.procs /sys/fs/cgroup/systemd%s/cgroup.procs", group, group)
+    return str(found.stdout).split()
+
+
+def test_units_run_and_start_with_the_machine(host: Host, servers: list[Server]) -> None:
+    for server in servers:
+        unit = host.service(server.unit)
+        assert unit.is_running, journal(host, server.unit)
+        assert unit.is_enabled, server.unit
+
+
+def test_no_other_deployment_is_there(host: Host, servers: list[Server]) -> None:
+    listed = host.check_output("systemctl list-units --all --plain --no-legend 'sglang@*'").splitlines()
+    assert {line.split()[0] for line in listed} == {server.unit for server in servers}
+
+
+def test_servers_run_as_their_user_from_their_release(
+    host: Host, variables: dict[str, Any], servers: list[Server]
+) -> None:
+    for server in servers:
+        main = host.check_output("systemctl show -P MainPID %s", server.unit)
+        assert host.check_output("ps -o user= -p %s", main) == variables["sglang_user"]
+        command = host.file(f"/proc/{main}/cmdline").content_string.split("\0")
+        assert command[0].startswith(f"{variables['uv_venv_root']}/"), command[0]
+        assert "/releases/" in command[0]
+        assert not any("api-key" in word for word in command)
+
+
+def test_service_user_can_run_its_python(host: Host, variables: dict[str, Any]) -> None:
+    python = f"{variables['sglang_venv']}/bin/python"
+    user = variables["sglang_user"]
+    place = host.check_output(f"runuser -u {user} -- {python} -B -c 'import sys; print(sys.prefix)'")
+    assert place == host.check_output("readlink -f %s", variables["sglang_venv"])
+
+
+def test_health_and_models(servers: list[Server]) -> None:
+    for server in servers:
+        server.ask("/health")
+        assert [model["id"] for model in json.loads(server.ask("/v1/models"))["data"]] == [server.model]
+
+
+def test_completion_and_chat(servers: list[Server]) -> None:
+    for server in servers:
+        body = {"model": server.model, "max_tokens": 4, "temperature": 0}
+        text = json.loads(server.ask("/v1/completions", {**body, "prompt": "One, two,"}))
+        assert text["usage"]["completion_tokens"] >= 1
+        chat = {**body, "messages": [{"role": "user", "content": "Hello"}]}
+        answer = json.loads(server.ask("/v1/chat/completions", chat))
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_streaming_ends_with_done(servers: list[Server]) -> None:
+    for server in servers:
+        body = {"model": server.model, "prompt": "One", "max_tokens": 4, "temperature": 0, "stream": True}
+        events = [line for line in server.ask("/v1/completions", body).splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        assert all(json.loads(event.removeprefix("data: ")) for event in events[:-1])
+
+
+def test_metrics(servers: list[Server], variables: dict[str, Any]) -> None:
+    metered = {one["name"] for one in variables["sglang_deployments"] if one.get("metrics", True)}
+    for server in servers:
+        if server.name in metered:
+            assert "sglang:num_running_reqs{" in server.ask("/metrics")
+
+
+@pytest.mark.disruptive
+def test_stop_leaves_no_process_and_start_serves_again(host: Host, servers: list[Server]) -> None:
+    for server in servers:
+        before = process_ids(host, server.unit)
+        assert before
+        host.check_output("systemctl stop %s", server.unit)
+        left = [one for one in before if host.file(f"/proc/{one}").exists]
+        assert left == [], host.run("ps -fp %s", ",".join(left)).stdout
+        host.check_output("systemctl start %s", server.unit)
+        server.ask("/health")
+
+
+@pytest.mark.disruptive
+def test_killed_server_comes_back(host: Host, servers: list[Server]) -> None:
+    for server in servers:
+        main = host.check_output("systemctl show -P MainPID %s", server.unit)
+        host.check_output("kill -KILL %s", main)
+        host.check_output(
+            "timeout 300 sh -c 'until systemctl is-active --quiet %s && "
+            "[ $(systemctl show -P MainPID %s) != %s ]; do sleep 1; done'" % ((server.unit,) * 2 + (main,))
+        )
+        server.ask("/health")
