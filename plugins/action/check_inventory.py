@@ -277,6 +277,15 @@ def placement_problems(fleet: Fleet, carriers: Iterable[str]) -> Iterator[Proble
             yield one(host, "lxc_host", f"{carrier!r} {what}. {f'Write {meant}' if meant else 'Add it there'}.")
 
 
+def backend_problems(fleet: Fleet) -> Iterator[Problem]:
+    """Check that a host is prepared for the back end that its containers use."""
+    for host, carrier in carried(fleet):
+        mine, theirs = host.get("lxc_container_backend"), carrier.get("lxc_container_backend")
+        if ("lxc_container", "host") in carrier.roles and mine and theirs and mine != theirs:
+            text = f"is {mine}, but {theirs} on its host {carrier.name}. Set the same on both."
+            yield one(host, "lxc_container_backend", text)
+
+
 def duplicates(
     hosts: Iterable[Host], variable: str, key: Callable[[Host], Any], text: Callable[[Any], str]
 ) -> Iterator[Problem]:
@@ -628,7 +637,7 @@ class ActionModule(ActionBase):
         yield from argument_problems(ours, specs, {name for problem in misplaced for name in problem.hosts})
         yield from name_problems(ours, {role for role, _ in specs}, options)
         yield from group_problems(groups, {name for play in plays for name in re.findall(r"\w+", play.pattern)})
-        for check in (vmid_problems, address_problems, driver_problems, gpu_problems, device_problems):
+        for check in (backend_problems, vmid_problems, address_problems, driver_problems, gpu_problems, device_problems):
             yield from check(fleet)
         yield from memory_problems(ours)
         yield from file_problems(ours, playbook.parent)

@@ -162,6 +162,10 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"pro4": {"lxc_host": "kpro6"}},
         "pro4: lxc_host: is 'kpro6', but pro4 is not in gpu_containers. Add it there.",
     ),
+    "back end that the host is not prepared for": (
+        {"ct129": {"lxc_container_backend": "lxc"}},
+        "ct129: lxc_container_backend: is lxc, but pct on its host kpro5. Set the same on both.",
+    ),
     "vmid twice in a cluster": (
         {"ct129": {"lxc_vmid": 200}},
         "ct129, ct200: lxc_vmid: 200 is given to more than one container of kpro. Give each its own number.",
@@ -396,7 +400,7 @@ def test_a_run_stops_before_any_machine() -> None:
     wrong = '{"lxc_container_backend": "docker"}'
     done = ansible("ansible-playbook", "-i", "inventories/example", "site.yml", "-l", "ct200", "-e", wrong)
     assert done.returncode == 2
-    assert "ct200: lxc_container_backend: is 'docker'. Set it to one of lxc, pct." in done.stdout
+    assert "lxc_container_backend: is 'docker'. Set it to one of lxc, pct." in done.stdout
     assert "PLAY [The inventory is right]" in done.stdout
     assert done.stdout.count("PLAY [") == 1
     assert "unreachable=1" not in done.stdout
