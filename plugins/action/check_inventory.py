@@ -8,7 +8,7 @@ import ipaddress
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -50,10 +50,10 @@ FLEET_OPTIONS: dict[str, dict[str, Any]] = {
 """Variables of the plays themselves, in the form of argument_specs."""
 
 GPU = re.compile(r"/dev/nvidia\d+")
-CLOSE = 0.8
-"""Similarity from which an unknown name with a role's prefix is called a misspelling of a known one."""
+CLOSE = 0.7
+"""Similarity from which a word that should be known is called a misspelling."""
 VERY_CLOSE = 0.9
-"""The same for a name without a role's prefix, which may be the user's own."""
+"""The same for the name of a variable that may be the user's own."""
 KINDS = {
     "bool": "true or false",
     "dict": "a mapping",
@@ -150,7 +150,12 @@ class Host:
             return None, []
         value, option = self._values[name], self._options.get(name)
         if isinstance(value, Unresolved):
-            return None, [] if value.late else [f"has no value: {value.reason} Correct it, or make what it refers to."]
+            mend = (
+                "Set ANSIBLE_VAULT_PASSWORD_FILE to the file with the vault's password."
+                if "decrypt" in value.reason.lower()
+                else "Correct it, or make what it refers to."
+            )
+            return None, [] if value.late else [f"has no value: {value.reason} {mend}"]
         if option is None:
             return value, []
         checked = ArgumentSpecValidator({name: dict(option)}).validate({name: value})
@@ -196,12 +201,22 @@ def one(host: Host, variable: str, text: str) -> Problem:
     return Problem(frozenset([host.name]), variable, text)
 
 
-def argument_problems(fleet: Fleet, specs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Problem]:
-    """Hold each host's variables against the argument_specs of the roles that run on it."""
+def argument_problems(
+    fleet: Fleet, specs: Mapping[tuple[str, str], Mapping[str, Any]], misplaced: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Hold each host's variables against the argument_specs of the roles that run on it.
+
+    Args:
+        fleet: the inventory.
+        specs: options by role and entry point.
+        misplaced: hosts whose lxc_host is wrong; what they would take from its variables says nothing new.
+    """
     for host in fleet.values():
         names = {name: role for role, entry in host.roles for name in specs.get((role, entry), {})}
         for name in sorted(names.keys() | (FLEET_OPTIONS.keys() & host.given)):
             for error in host.look(name)[1]:
+                if host.name in misplaced and re.search(r"has no value: .*hostvars", error, re.IGNORECASE):
+                    continue
                 yield one(host, name, error)
         for role, entry in sorted(host.roles):
             for name, option in specs.get((role, entry), {}).items():
@@ -211,14 +226,21 @@ def argument_problems(fleet: Fleet, specs: Mapping[tuple[str, str], Mapping[str,
 
 def name_problems(fleet: Fleet, roles: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
     """Find variables that no role reads: misspelt, or of another version of this project."""
-    known, prefixes = set(known), tuple(f"{role}_" for role in (*roles, "lxc"))
+    known = set(known)
+    prefixes = sorted((f"{role}_" for role in (*roles, "lxc")), key=len, reverse=True)
 
     @cache
     def verdict(name: str) -> str | None:
-        ours = name.startswith(prefixes)
-        if meant := closest(name, known, CLOSE if ours else VERY_CLOSE):
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            meant = closest(name, known, VERY_CLOSE)
+        else:
+            ours = (other.removeprefix(prefix) for other in known if other.startswith(prefix))
+            rest = closest(name.removeprefix(prefix), ours, CLOSE)
+            meant = f"{prefix}{rest}" if rest else None
+        if meant:
             return f"nothing reads it. Write {meant}, or give a variable of your own a name less alike."
-        return "nothing reads it. Take it out, or give a variable of your own another prefix." if ours else None
+        return "nothing reads it. Take it out, or give a variable of your own another prefix." if prefix else None
 
     for host in fleet.values():
         for name in sorted(host.given - known):
@@ -343,8 +365,10 @@ def memory_problems(fleet: Fleet) -> Iterator[Problem]:
 
 
 def driver_problems(fleet: Fleet) -> Iterator[Problem]:
-    """Check that a container's driver libraries are of its host's version."""
+    """Check that a container gets driver libraries only, and of its host's version."""
     for host, carrier in carried(fleet):
+        if ("nvidia_driver", "main") in host.roles and host.get("nvidia_driver_scope") == "host":
+            yield one(host, "nvidia_driver_scope", "is 'host', which brings the kernel's part. Set it to container.")
         mine, theirs = host.get("nvidia_driver_version"), carrier.get("nvidia_driver_version")
         if mine is not None and theirs is not None and mine != theirs:
             yield Problem(
@@ -354,6 +378,24 @@ def driver_problems(fleet: Fleet) -> Iterator[Problem]:
                 "kernel module: set it on the host only, and in gpu_containers to "
                 "{{ hostvars[lxc_host].nvidia_driver_version }}.",
             )
+
+
+def gpus_of(host: Host) -> list[str]:
+    """Return the GPUs among a container's devices."""
+    return [device for device in host.get("lxc_container_devices") or [] if GPU.fullmatch(device)]
+
+
+def gpu_problems(fleet: Fleet) -> Iterator[Problem]:
+    """Check that a container expects the GPUs that it is given, and of its host's model."""
+    for host, carrier in carried(fleet):
+        mine, theirs = host.get("gpu_preflight_model"), carrier.get("gpu_preflight_model")
+        if mine and theirs and mine != theirs:
+            text = f"is {mine!r}, but {theirs!r} on its host {carrier.name}. Correct one of the two, or lxc_host."
+            yield one(host, "gpu_preflight_model", text)
+        expected, given = host.get("gpu_preflight_count"), len(gpus_of(host))
+        if expected and given and expected != given:
+            text = f"is {expected}, but lxc_container_devices has {given} GPUs. Correct one of the two."
+            yield one(host, "gpu_preflight_count", text)
 
 
 def stem(device: str) -> str:
@@ -377,13 +419,13 @@ def device_problems(fleet: Fleet) -> Iterator[Problem]:
             yield one(
                 host,
                 "lxc_container_devices",
-                f"not among gpu_devices_nodes of {carrier.name}: {', '.join(missing)}. Add them there, or take them out "
-                "here.",
+                f"not among gpu_devices_nodes of {carrier.name}: {', '.join(missing)}. Add them there, or take them "
+                "out here.",
             )
     users: dict[tuple[str, str], set[str]] = defaultdict(set)
     for host, carrier in carried(fleet):
-        for device in host.get("lxc_container_devices") or []:
-            if GPU.fullmatch(device) and device not in (carrier.get("lxc_shared_gpus") or []):
+        for device in gpus_of(host):
+            if device not in (carrier.get("lxc_shared_gpus") or []):
                 users[carrier.name, device].add(host.name)
     for (carrier_name, device), names in users.items():
         if len(names) > 1:
@@ -403,14 +445,62 @@ def definition_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
         module: the file of the module lxc_guest.
     """
     for host in containers(fleet):
-        names = {item.name: f"lxc_container_{item.name}" for item in fields(module.Guest)}
-        values = {item: host.get(name) for item, name in names.items()}
+        if host.get("lxc_container_vmid") is None:
+            continue
+        values = {item.name: host.get(f"lxc_container_{item.name}") for item in fields(module.Guest)}
         values = {item: tuple(value) if isinstance(value, list) else value for item, value in values.items()}
         guest = module.Guest(**{item: value for item, value in values.items() if value is not None} | {"mounts": ()})
         for text in module.definition_problems(guest):
             variable, _, rest = text.partition(": ")
             if host.get(variable) is not None:
                 yield one(host, variable, rest)
+
+
+TENSOR_PARALLEL = ("tp", "tp-size", "tensor-parallel-size")
+
+
+def deployment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
+    """Report deployments that disturb each other or want GPUs that their container has not.
+
+    Args:
+        fleet: the inventory.
+        module: the file of the module sglang_deployments.
+    """
+    for host in fleet.values():
+        deployments = [module.Deployment(**item) for item in host.get("sglang_deployments") or []]
+        for text in module.shape_problems(deployments):
+            variable, _, rest = text.partition(": ")
+            yield one(host, variable, rest)
+        count = len(gpus_of(host))
+        for item in deployments if count else []:
+            where = f"sglang_deployments, {item.name}"
+            if outside := sorted(gpu for gpu in item.gpus if not 0 <= gpu < count):
+                text = f"gpus has {outside}, but lxc_container_devices has {count} GPUs, 0 to {count - 1}. Correct one."
+                yield one(host, where, text)
+            flags = {key.replace("_", "-"): value for key, value in item.arguments.items()}
+            width = next((int(flags[key]) for key in TENSOR_PARALLEL if str(flags.get(key, "")).isdecimal()), 1)
+            if width > (have := len(item.gpus) or count):
+                yield one(
+                    host, where, f"tensor parallel size {width} needs as many GPUs, and it has {have}. Correct one."
+                )
+
+
+def file_problems(fleet: Fleet, project: Path) -> Iterator[Problem]:
+    """Check that locks and packages named for environments are on the controller.
+
+    Args:
+        fleet: the inventory.
+        project: folder that relative paths start from.
+    """
+    for host in fleet.values():
+        if ("uv_venv", "main") not in host.roles:
+            continue
+        named = {"uv_venv_requirements": [host.get("uv_venv_requirements")]}
+        named["uv_venv_local_packages"] = host.get("uv_venv_local_packages") or []
+        for variable, paths in named.items():
+            for path in paths:
+                if path is not None and not (project / path).exists():
+                    yield one(host, variable, f"{path} is not below {project} on the controller. Correct the path.")
 
 
 def limit_problems(fleet: Fleet, running: Iterable[str]) -> Iterator[Problem]:
@@ -430,7 +520,7 @@ def group_problems(groups: Iterable[str], expected: Iterable[str]) -> Iterator[P
     """Find groups whose names are nearly those that the plays run on."""
     expected = set(expected)
     for group in sorted(set(groups) - expected):
-        if meant := closest(group, expected, CLOSE):
+        if meant := closest(group, expected, VERY_CLOSE):
             yield Problem(frozenset(), f"group {group}", f"no play runs on it. Write {meant}, or name it less alike.")
 
 
@@ -487,6 +577,10 @@ class Resolved(Mapping[str, Any]):
             reason = " ".join(str(error).split())
             return Unresolved(reason if reason.endswith(".") else f"{reason}.", self._made_from_facts(raw, set()))
 
+    def __contains__(self, name: object) -> bool:
+        """Tell whether the variable is set."""
+        return name in self._raw
+
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
         return iter(self._raw)
@@ -496,14 +590,14 @@ class Resolved(Mapping[str, Any]):
         return len(self._raw)
 
     def _made_from_facts(self, raw: Any, seen: set[str]) -> bool:
-        text = str(raw)
+        text = repr(raw)
         if FACTS.search(text):
             return True
         names = set(re.findall(r"[a-z_]\w*", text)) & self._raw.keys() - seen if "{{" in text else set()
         return any(self._made_from_facts(self._raw[name], seen | names) for name in names)
 
 
-class ActionModule(ActionBase):  # type: ignore[misc]
+class ActionModule(ActionBase):
     """Report all problems of the inventory that concern this run."""
 
     TRANSFERS_FILES = False
@@ -522,19 +616,28 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return result
 
     def _problems(self, variables: dict[str, Any]) -> Iterator[Problem]:
-        plays = read_plays(Path(self._task.args["playbook"]).resolve(), self._load)
+        playbook = Path(self._task.args["playbook"]).resolve()
+        plays = read_plays(playbook, self._load)
         specs, defaults = self._roles()
         options = {**FLEET_OPTIONS, **{name: option for spec in specs.values() for name, option in spec.items()}}
         fleet = self._fleet(variables, plays, options, defaults)
-        groups = variables["groups"]
-        yield from argument_problems(fleet, specs)
-        yield from name_problems(fleet, {role for role, _ in specs}, options)
+        groups, running = variables["groups"], variables["ansible_play_hosts_all"]
+        ours = {name: fleet[name] for name in running}
+        misplaced = list(placement_problems(fleet, groups.get("lxc_hosts", [])))
+        yield from misplaced
+        yield from argument_problems(ours, specs, {name for problem in misplaced for name in problem.hosts})
+        yield from name_problems(ours, {role for role, _ in specs}, options)
         yield from group_problems(groups, {name for play in plays for name in re.findall(r"\w+", play.pattern)})
-        yield from placement_problems(fleet, groups.get("lxc_hosts", []))
-        for check in (vmid_problems, address_problems, memory_problems, driver_problems, device_problems):
+        for check in (vmid_problems, address_problems, driver_problems, gpu_problems, device_problems):
             yield from check(fleet)
-        yield from definition_problems(fleet, self._module("lxc_container", "lxc_guest"))
-        yield from limit_problems(fleet, variables["ansible_play_hosts_all"])
+        yield from memory_problems(ours)
+        yield from file_problems(ours, playbook.parent)
+        ran = {role for host in ours.values() for role, _ in host.roles}
+        if "lxc_container" in ran:
+            yield from definition_problems(ours, self._module("lxc_container", "lxc_guest"))
+        if "sglang" in ran:
+            yield from deployment_problems(ours, self._module("sglang", "sglang_deployments"))
+        yield from limit_problems(fleet, running)
 
     def _load(self, path: str) -> Any:
         return self._loader.load_from_file(path, trusted_as_template=True)

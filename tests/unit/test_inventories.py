@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import yaml
 from ansible import constants
 from ansible.inventory.manager import InventoryManager
 from ansible.parsing.dataloader import DataLoader
-from ansible.parsing.vault import VaultSecret
+from ansible.parsing.vault import VaultSecret, VaultSecretsContext
 from ansible.plugins.loader import init_plugin_loader
 from ansible.template import Templar
 from ansible.vars.hostvars import HostVars
@@ -22,6 +23,8 @@ from ansible.vars.manager import VariableManager
 
 from tests.unit.loading import ROOT, load
 
+init_plugin_loader()
+VaultSecretsContext.initialize(VaultSecretsContext([("default", VaultSecret(b"example"))]))
 plugin = load("plugins/action/check_inventory.py")
 
 VAULT_PASSWORD = "example"  # noqa: S105
@@ -58,7 +61,6 @@ def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def check(tmp_path: Path) -> Callable[..., list[str]]:
     """Return a function that says what is wrong with an inventory after changes to variables of hosts."""
-    init_plugin_loader()
 
     def checked(
         changes: dict[str, dict[str, Any]] | None = None,
@@ -67,17 +69,16 @@ def check(tmp_path: Path) -> Callable[..., list[str]]:
         plays: str | None = None,
         groups: dict[str, Any] | None = None,
     ) -> list[str]:
-        extra = tmp_path / "changes"
-        (extra / "host_vars").mkdir(parents=True)
+        extra = Path(tempfile.mkdtemp(dir=tmp_path))
+        (extra / "host_vars").mkdir()
         (extra / "hosts.yml").write_text(yaml.safe_dump(groups or {"all": {"hosts": dict.fromkeys(changes or {})}}))
         for host, variables in (changes or {}).items():
             (extra / "host_vars" / f"{host}.yml").write_text(yaml.safe_dump(variables, sort_keys=False))
         playbook = SITE
         if plays or not SITE.exists():
-            playbook = tmp_path / "plays.yml"
+            playbook = extra / "plays.yml"
             playbook.write_text(plays or PLAYS)
         loader = DataLoader()
-        loader.set_vault_secrets([("default", VaultSecret(VAULT_PASSWORD.encode()))])
         sources = [str(ROOT / "inventories" / inventory), *([str(extra)] if changes or groups else [])]
         manager = InventoryManager(loader, sources=sources)
         variables = VariableManager(loader, manager)
@@ -154,8 +155,8 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "ct200: lxc_host: 'kpro7' is not a host of the inventory. Write kpro6.",
     ),
     "host carries no containers": (
-        {"ct200": {"lxc_host": "b200"}},
-        "ct200: lxc_host: 'b200' is not in the group lxc_hosts. Add it there.",
+        {"ct200": {"lxc_host": "pro4"}},
+        "ct200: lxc_host: 'pro4' is not in the group lxc_hosts. Add it there.",
     ),
     "container outside its group": (
         {"pro4": {"lxc_host": "kpro6"}},
@@ -208,9 +209,22 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "the version of its host's kernel module: set it on the host only, and in gpu_containers to "
         "{{ hostvars[lxc_host].nvidia_driver_version }}.",
     ),
+    "driver with the kernel's part in a container": (
+        {"ct129": {"nvidia_driver_scope": "host"}},
+        "ct129: nvidia_driver_scope: is 'host', which brings the kernel's part. Set it to container.",
+    ),
+    "model that the host has not": (
+        {"ct129": {"gpu_preflight_model": "NVIDIA RTX PRO 6000 Blackwell Server Edition"}},
+        "ct129: gpu_preflight_model: is 'NVIDIA RTX PRO 6000 Blackwell Server Edition', but 'NVIDIA RTX A6000' on its "
+        "host kpro5. Correct one of the two, or lxc_host.",
+    ),
+    "more GPUs than devices": (
+        {"ct129": {"gpu_preflight_count": 3}},
+        "ct129: gpu_preflight_count: is 3, but lxc_container_devices has 2 GPUs. Correct one of the two.",
+    ),
     "device that the host has not": (
-        {"ct129": {"lxc_container_devices": ["/dev/nvidia1", "/dev/nvidia2", "/dev/nvidia3", "/dev/fuse"]}},
-        "ct129: lxc_container_devices: not among gpu_devices_nodes of kpro5: /dev/nvidia2, /dev/nvidia3. Add them "
+        {"ct129": {"lxc_container_devices": ["/dev/nvidia1", "/dev/nvidia2", "/dev/nvidia-cap3", "/dev/fuse"]}},
+        "ct129: lxc_container_devices: not among gpu_devices_nodes of kpro5: /dev/nvidia2, /dev/nvidia-cap3. Add them "
         "there, or take them out here.",
     ),
     "no key to log in with": (
@@ -223,13 +237,13 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "misspelt variable": (
         {"kpro6": {"gpu_devices_nods": []}},
-        "kpro6: gpu_devices_nods: nothing reads it. Write gpu_devices_nodes, or give a variable of your own a name less "
-        "alike.",
+        "kpro6: gpu_devices_nods: nothing reads it. Write gpu_devices_nodes, or give a variable of your own a name "
+        "less alike.",
     ),
     "misspelt prefix": (
         {"kpro6": {"gpu_device_nodes": []}},
-        "kpro6: gpu_device_nodes: nothing reads it. Write gpu_devices_nodes, or give a variable of your own a name less "
-        "alike.",
+        "kpro6: gpu_device_nodes: nothing reads it. Write gpu_devices_nodes, or give a variable of your own a name "
+        "less alike.",
     ),
     "variable of a role that has none such": (
         {"ct200": {"lxc_container_weight": 5}},
@@ -246,9 +260,44 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "key inside a variable": (
         {"ct200": {"lxc_container_mounts": [{"source": "/a", "target": "/b", "readonly": True}]}},
-        "ct200: lxc_container_mounts: Unsupported parameter: readonly. Supported parameters include: read_only, source, target. It is "
+        "ct200: lxc_container_mounts: readonly. Supported parameters include: read_only, source, target. It is "
         "[{'source': '/a', 'target': '/b', 'readonly': True}]. Set it to a list, each of them a mapping with the keys "
         "read_only, source, target: Folders of the host shown in the container.",
+    ),
+    "lock that is not there": (
+        {"ct200": {"uv_venv_requirements": "images/locks/none.txt"}},
+        f"ct200: uv_venv_requirements: images/locks/none.txt is not below {ROOT} on the controller. Correct the path.",
+    ),
+    "port of two deployments, and a GPU too": (
+        {
+            "ct129": {
+                "sglang_deployments": [
+                    {"name": "one", "model_path": "/m", "port": 30000, "gpus": [0]},
+                    {"name": "two", "model_path": "/m", "port": 30000, "gpus": [0]},
+                ]
+            }
+        },
+        "ct129: sglang_deployments, two: gpus has 0, which is one's too. A GPU serves one deployment.\n"
+        "ct129: sglang_deployments, two: port 30000 is one's too. Give one of them another.",
+    ),
+    "GPU that the container has not": (
+        {"ct129": {"sglang_deployments": [{"name": "one", "model_path": "/m", "port": 30000, "gpus": [1, 2]}]}},
+        "ct129: sglang_deployments, one: gpus has [2], but lxc_container_devices has 2 GPUs, 0 to 1. Correct one.",
+    ),
+    "more ranks than GPUs": (
+        {
+            "ct129": {
+                "sglang_deployments": [{"name": "one", "model_path": "/m", "port": 1, "arguments": {"tp_size": 4}}]
+            }
+        },
+        "ct129: sglang_deployments, one: tensor parallel size 4 needs as many GPUs, and it has 2. Correct one.",
+    ),
+    "key that a deployment lacks": (
+        {"ct129": {"sglang_deployments": [{"name": "one", "port": 30000}]}},
+        "ct129: sglang_deployments: missing required arguments: model_path found in sglang_deployments. It is "
+        "[{'name': 'one', 'port': 30000}]. Set it to a list, each of them a mapping with the keys api_key, arguments, "
+        "environment, gpus, host, metrics, model_path, name, port, served_model_name, start_timeout_s, venv: The "
+        "servers of this container. One that is no longer named is stopped and taken away.",
     ),
     "reference to nothing": (
         {"ct200": {"lxc_container_gateway": "{{ gateway_of_the_rack }}"}},
@@ -262,4 +311,92 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 def test_a_fault_is_named_with_its_remedy(
     check: Callable[..., list[str]], changes: dict[str, dict[str, Any]], message: str
 ) -> None:
-    assert check(changes) == [message]
+    assert check(changes) == message.split("\n")
+
+
+def test_a_gpu_in_two_containers_must_be_declared_shared(check: Callable[..., list[str]]) -> None:
+    moved = {"lxc_host": "kpro6", "gpu_preflight_model": "", "gpu_preflight_count": 1, "sglang_deployments": []}
+    twice = {"ct129": moved | {"lxc_container_devices": ["/dev/nvidia7", "/dev/nvidiactl"]}}
+    assert check(twice) == [
+        "ct129, ct200: lxc_container_devices: /dev/nvidia7 of kpro6 is given to more than one container. Leave it with "
+        "one, or name it in lxc_shared_gpus of kpro6."
+    ]
+    assert check(twice | {"kpro6": {"lxc_shared_gpus": ["/dev/nvidia7"]}}) == []
+
+
+def test_vmid_counts_per_host_without_a_cluster(check: Callable[..., list[str]]) -> None:
+    assert check({"ct129": {"lxc_vmid": 200}, "kpro5": {"lxc_cluster": ""}, "kpro6": {"lxc_cluster": ""}}) == []
+
+
+def test_a_required_variable_is_asked_for(check: Callable[..., list[str]]) -> None:
+    new = {"gpu_containers": {"hosts": {"ct300": {"lxc_vmid": 300, "ansible_host": "192.0.2.30"}}}}
+    found = check(groups=new)
+    assert [line for line in found if "lxc_host" in line.split(": ")[1]] == [
+        "ct300: lxc_host: is not set. Name the host that carries the container: ['kpro5', 'kpro6']."
+    ]
+
+
+def test_a_required_variable_without_a_value(check: Callable[..., list[str]]) -> None:
+    assert check({}, plays="- hosts: b200\n  roles: [lxc_container]\n")[0] == (
+        "b200: lxc_container_address: is not set, and lxc_container needs it. Set it to a text: Address with prefix "
+        "length, such as 192.0.2.200/24."
+    )
+
+
+def test_a_group_nearly_named(check: Callable[..., list[str]]) -> None:
+    assert check(groups={"gpu_container": {"hosts": {"ct129": None}}}) == [
+        "group gpu_container: no play runs on it. Write gpu_containers, or name it less alike."
+    ]
+
+
+def test_a_container_without_its_host_in_the_run(check: Callable[..., list[str]]) -> None:
+    assert check(running=["ct200"]) == [
+        "ct200: lxc_host: kpro6 carries it and is not in this run. Add it: -l ct200,kpro6. The callback "
+        "limit_with_hosts, enabled in ansible.cfg, does so by itself."
+    ]
+
+
+def test_a_limited_run_is_not_stopped_by_others(check: Callable[..., list[str]]) -> None:
+    wrong = {"ct129": {"lxc_container_backend": "docker"}}
+    assert check(wrong, running=["ct200", "kpro6"]) == []
+    assert len(check(wrong, running=["ct129", "kpro5"])) == 1
+
+
+def test_what_is_made_from_facts_is_left_to_the_run(check: Callable[..., list[str]]) -> None:
+    late = {"lxc_container_cores": "{{ half }}", "half": "{{ ansible_facts['processor_nproc'] // 2 }}"}
+    assert check({"ct200": late}) == []
+
+
+def test_all_problems_come_together(check: Callable[..., list[str]]) -> None:
+    found = check({"ct129": {"lxc_vmid": 200}, "ct200": {"lxc_container_backend": "docker", "shm_size_mib": 2000000}})
+    assert [line.split(": ")[:2] for line in found] == [
+        ["ct129, ct200", "lxc_vmid"],
+        ["ct200", "lxc_container_backend"],
+        ["ct200", "shm_size_mib"],
+    ]
+
+
+def test_a_locked_vault_is_named(operator: Path) -> None:
+    (operator / "vault-password").write_text("wrong")
+    done = ansible("ansible-playbook", "-i", "inventories/example", "playbooks/preflight.yml")
+    assert done.returncode == 2
+    assert "* ct129, ct200: sglang_deployments: has no value: " in done.stdout
+    assert "Decryption failed" in done.stdout
+    assert "Set ANSIBLE_VAULT_PASSWORD_FILE to the file with the vault's password." in done.stdout
+
+
+def test_the_vault_opens_with_the_documented_password() -> None:
+    show = ("-m", "ansible.builtin.debug", "-a", "var=vault_sglang_api_key")
+    done = ansible("ansible", "-i", "inventories/example", "ct200", *show)
+    assert "vault_sglang_api_key: replace-me" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not SITE.exists(), reason="no site.yml")
+def test_a_run_stops_before_any_machine() -> None:
+    wrong = '{"lxc_container_backend": "docker"}'
+    done = ansible("ansible-playbook", "-i", "inventories/example", "site.yml", "-l", "ct200", "-e", wrong)
+    assert done.returncode == 2
+    assert "ct200: lxc_container_backend: is 'docker'. Set it to one of lxc, pct." in done.stdout
+    assert "PLAY [The inventory is right]" in done.stdout
+    assert done.stdout.count("PLAY [") == 1
+    assert "unreachable=1" not in done.stdout
