@@ -69,6 +69,7 @@ EXAMPLES = r"""
 RETURN = r"""
 release: {type: str, returned: when present, description: Folder of the release.}
 machine: {type: str, returned: always, description: Architecture of the machine.}
+settled: {type: bool, returned: when checked, description: Whether V(present) would change nothing.}
 missing: {type: bool, returned: when present, description: Whether the release still has to be made.}
 """
 
@@ -282,8 +283,8 @@ def exclusive(folder: Path) -> Iterator[int]:
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise ReleaseError(
-                        f"another run has been at work in {folder} for {LOCK_TIMEOUT_S:.0f} s. Wait for its end, or "
-                        f"end the process that `fuser {folder}` names, and run again."
+                        f"another run has been at work in {folder} for {LOCK_TIMEOUT_S:.0f} s. Wait for its end and "
+                        "run again."
                     ) from None
                 time.sleep(0.5)
         yield descriptor
@@ -363,6 +364,7 @@ class Maker:
                 local = ["--no-deps", "--no-index", "--compile-bytecode"]
                 self.run("pip", "install", "--quiet", *local, *target, *self.wheels)
             self.prove()
+            (one.release / ".lock").unlink(missing_ok=True)  # uv's own, which everyone could write
             os.sync()
             (one.release / COMPLETE).write_text(
                 json.dumps({"made_at": int(time.time()), "packages": one.packages}) + "\n"
@@ -492,9 +494,10 @@ def main() -> None:
     former = environment.current.resolve()
     turned = missing or former != release
     result: dict[str, Any] = {"machine": machine, "release": str(release), "missing": missing}
+    changed = turned or bool(environment.begun())
     if values["state"] == "checked":
-        module.exit_json(changed=False, **result)
-    result["changed"] = turned or bool(environment.begun())
+        module.exit_json(changed=False, settled=not changed, **result)
+    result["changed"] = changed
     if turned:
         result["diff"] = {"before": listing_of(former), "after": listing(environment.lock, environment.packages)}
     if result["changed"] and values["make"] and not module.check_mode:
