@@ -1,13 +1,11 @@
 """No package, pin, hold, block or source of the driver is left."""
 
-from typing import Any
-
 from testinfra.host import Host
 
 GROUP = "gpu_hosts:gpu_containers"
 
 
-def test_packages_and_holds_are_gone(host: Host, variables: dict[str, Any]) -> None:
+def test_packages_and_holds_are_gone(host: Host) -> None:
     shown = host.run("dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\\n' '*nvidia*' 'libcuda1*'").stdout
     assert [line for line in shown.splitlines() if line.startswith("ii")] == []
     assert host.check_output("apt-mark showhold") == ""

@@ -40,7 +40,7 @@ def test_what_is_free_can_be_written_and_no_more(host: Host) -> None:
         )
     result = host.run(
         "file=$(mktemp -p /dev/shm) && trap 'rm -f \"$file\"' EXIT; "
-        'LC_ALL=C dd if=/dev/zero of="$file" bs=1M; stat -c \'written %%s\' "$file"'
+        'LC_ALL=C dd if=/dev/zero of="$file" bs=1M; stat -c \'written %s\' "$file"'
     )
     assert "No space left on device" in result.stderr
     written = int(result.stdout.split("written")[1])
