@@ -637,7 +637,14 @@ class ActionModule(ActionBase):
         yield from argument_problems(ours, specs, {name for problem in misplaced for name in problem.hosts})
         yield from name_problems(ours, {role for role, _ in specs}, options)
         yield from group_problems(groups, {name for play in plays for name in re.findall(r"\w+", play.pattern)})
-        for check in (backend_problems, vmid_problems, address_problems, driver_problems, gpu_problems, device_problems):
+        for check in (
+            backend_problems,
+            vmid_problems,
+            address_problems,
+            driver_problems,
+            gpu_problems,
+            device_problems,
+        ):
             yield from check(fleet)
         yield from memory_problems(ours)
         yield from file_problems(ours, playbook.parent)
