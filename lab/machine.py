@@ -1,7 +1,9 @@
 """Machines of the lab: LXC containers with systemd, SSH and an address on the lab's bridge."""
 
 import ipaddress
+import os
 import shutil
+import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +66,6 @@ class Machine:
             ]
         if self.unprivileged:
             lines += [
-                "lxc.rootfs.options = idmap=container",
                 "lxc.idmap = u 0 100000 65536",
                 "lxc.idmap = g 0 100000 65536",
             ]
@@ -153,6 +154,8 @@ class Machine:
         trust(settings, settings.address(self.last), (root / "etc/ssh/ssh_host_ed25519_key.pub").read_text())
         if self.kind == "host":
             self._prepare_host(settings, root)
+        if self.unprivileged:
+            give_to_mapped_root(root)
         (self.folder(settings) / "complete").touch()
 
     def _prepare_host(self, settings: Settings, root: Path) -> None:
@@ -197,6 +200,19 @@ def forbid_mapping(settings: Settings) -> None:
             lines = [line for line in file.read_text().splitlines() if line != MAPPING]
             file.write_text("".join(f"{line}\n" for line in lines))
             mark.unlink()
+
+
+def give_to_mapped_root(root: Path) -> None:
+    """Shift the owners of a root file system by the mapping of unprivileged machines.
+
+    LXC's own idmapped mount would do without, but is lost when a machine restarts itself (LXC 5.0.2).
+    """
+    first = int(MAPPING.split(":")[1])
+    for path in [root, *root.rglob("*")]:
+        status = path.lstat()
+        os.lchown(path, status.st_uid + first, status.st_gid + first)
+        if not path.is_symlink():
+            path.chmod(stat.S_IMODE(status.st_mode))  # a change of owner takes away set-user-ID
 
 
 def ensure_key(settings: Settings) -> str:
