@@ -50,3 +50,17 @@ test: env ## what CI runs: linters, unit tests, a molecule scenario per role, th
 	$(BIN)/python -m tests.run
 test-all: env ## the same, with what is slow
 	$(BIN)/python -m tests.run --all
+
+.PHONY: docs locks bench-site
+docs: env ## write the tables of variables from the argument specs
+	$(BIN)/python -m docs.generate
+UV_COMPILE := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-emit-index-url
+locks: env ## resolve the locks again: the newest versions that the declarations allow
+	$(UV_COMPILE) --upgrade --universal --python-version 3.11 --group dev pyproject.toml -o locks/dev.txt
+	grep -oE '^uv==\S+' locks/dev.txt | $(UV_COMPILE) - -o locks/uv.txt
+	$(UV_COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_36 \
+	    --excludes images/locks/cpu-serve.excludes --overrides images/locks/cpu-serve.overrides \
+	    $(addprefix --find-links ,$(TORCH_WHEELS)) images/locks/cpu-serve.in -o images/locks/cpu-serve.txt
+	$(UV_COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_36 images/locks/cu130-serve.in -o images/locks/cu130-serve.txt
+bench-site: env ## measure the site on the lab; a table, and build/bench-site.json
+	$(BIN)/python -m benchmarks.site

@@ -1,0 +1,1 @@
+"""Measurements; each prints a table and writes JSON into build/."""
