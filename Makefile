@@ -40,10 +40,10 @@ verify: env ## read back what is true: INVENTORY=inventories/lab LIMIT=all DISRU
 lint: env ## all linters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy lab tests docs images roles/*/library roles/*/files plugins
+	$(BIN)/mypy lab tests docs benchmarks images roles/*/library roles/*/files roles/*/action_plugins plugins
 	$(BIN)/yamllint --strict .
 	$(BIN)/ansible-lint
-	git ls-files -z | xargs -0 grep -lE '^#!/(usr/bin/env |bin/)(ba)?sh' | xargs -r shellcheck
+	git ls-files -z | xargs -0 grep -l --directories=skip -E '^#!/(usr/bin/env |bin/)(ba)?sh' | xargs -r shellcheck
 unit: env ## unit tests
 	$(BIN)/pytest tests/unit
 test: env ## what CI runs: linters, unit tests, a molecule scenario per role, the whole site
