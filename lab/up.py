@@ -30,8 +30,6 @@ def kpro6(settings: Settings) -> Machine:
         mounts=(
             (settings.state / "models", "/var/lib/models", True),
             (settings.cache / "wheelhouse", "/var/lib/wheelhouse", True),
-            (settings.cache / "host/nvidia-driver", "/var/cache/nvidia-driver", False),
-            (settings.cache / "guest/nvidia-driver", "/var/cache/guest/nvidia-driver", False),
             (settings.cache / "guest/uv", "/var/cache/guest/uv", False),
         ),
     )
@@ -46,10 +44,9 @@ def provide(settings: Settings) -> None:
         model.make(settings.state / "models" / "tiny-qwen3")
     with phase("torch for the CPU"):
         fetch_torch(settings.cache / "wheelhouse")
-    for name in ("nvidia-driver", "uv"):
-        folder = settings.cache / "guest" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        os.chown(folder, GUEST_ROOT, GUEST_ROOT)
+    packages = settings.cache / "guest" / "uv"
+    packages.mkdir(parents=True, exist_ok=True)
+    os.chown(packages, GUEST_ROOT, GUEST_ROOT)
 
 
 def fetch_torch(wheelhouse: Path) -> None:
