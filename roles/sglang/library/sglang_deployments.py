@@ -421,7 +421,7 @@ class Manager:
         else:
             remove(one.name)
             outcome = "it had no former form and is taken away again"
-        shutil.rmtree(before)
+        shutil.rmtree(before, ignore_errors=True)
         raise DeploymentError(f"{one.unit} did not become healthy; {outcome}. Its journal ends:\n{log}")
 
     def install(self, one: Deployment, files: dict[Path, str]) -> None:
