@@ -103,7 +103,7 @@ def test_good_definitions_have_no_problem() -> None:
     assert module.shape_problems(both) == []
 
 
-KNOWN = {
+KNOWN: dict[str, list[str]] = {
     flag: []
     for flag in (
         "model-path",
