@@ -16,11 +16,11 @@ def packages(_: Settings, __: argparse.Namespace) -> None:
     doctor.install_packages()
 
 
-def whole(settings: Settings, _: argparse.Namespace) -> None:
+def whole(settings: Settings, args: argparse.Namespace) -> None:
     """Build the lab and run site.yml to the end."""
     from lab import up
 
-    up.up(settings)
+    up.up(settings, args.bare)
 
 
 def provide(settings: Settings, _: argparse.Namespace) -> None:
@@ -79,7 +79,9 @@ def main() -> None:
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("up", help="build the lab and run site.yml on it").set_defaults(call=whole)
+    build = commands.add_parser("up", help="build the lab and run site.yml on it")
+    build.add_argument("--bare", action="store_true", help="end before site.yml")
+    build.set_defaults(call=whole)
     commands.add_parser("packages", help="install the Debian packages that are missing").set_defaults(call=packages)
     commands.add_parser("provide", help="make file systems, a model and wheels").set_defaults(call=provide)
     commands.add_parser("down", help="remove all that the lab made").set_defaults(call=down)

@@ -1,6 +1,5 @@
 """What this machine lacks for the lab, in one screen."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.rootfs import machine_mirror
-from lab.settings import LabError, Settings
+from lab.settings import ROOT, LabError, Settings
 from lab.shell import run
 
 PACKAGES = {
@@ -103,7 +102,7 @@ def examine(settings: Settings) -> list[Finding]:
     check("cgroup2", "cgroup2" in Path("/proc/filesystems").read_text(), "yes", "a kernel with cgroup2 is needed")
     release = os.uname().release
     check("kernel", release_number(release) >= (6, 1), release, f"{release}: 6.1 or newer is needed (idmapped mounts)")
-    check("environment", importlib.util.find_spec("ansible") is not None, "ansible is there", "`make env` makes it")
+    check("environment", (ROOT / ".venv/locked").exists(), "made from the lock", "`make env` makes it")
     return findings
 
 

@@ -1,5 +1,6 @@
 """Root file systems of the lab's machines: Debian, built once, cached by a hash of what goes into them."""
 
+import fcntl
 import hashlib
 import os
 import re
@@ -135,15 +136,31 @@ def archive(settings: Settings, kind: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in sorted(folder.glob(f"debian-12-{kind}_*"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
         stale.unlink()
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        certificates = Path(work) / "overlay" / CA_FOLDER.relative_to("/")
-        certificates.mkdir(parents=True)
-        for file in authorities():
-            shutil.copy(file, certificates / file.name)
-        built, partial = Path(work) / "rootfs.tar", Path(work) / target.name
-        copy = f"--customize-hook=copy-in {work}/overlay/usr /"
-        sources = [main, updates, security]
-        run(["mmdebstrap", "--quiet", copy, *options, suite, built, *sources], env={**os.environ, "TMPDIR": work})
-        run(["zstd", "--quiet", "-3", "-T0", built, "-o", partial])
-        partial.rename(target)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            for left in folder.glob("build-*"):
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
+                build(target, Path(work), options, [main, updates, security])
     return target
+
+
+def build(target: Path, work: Path, options: list[str], sources: list[str]) -> None:
+    """Write an archive that appears complete or not at all.
+
+    Args:
+        target: the archive.
+        work: an empty folder on the same file system.
+        options: options of mmdebstrap.
+        sources: lines of sources.list.
+    """
+    certificates = work / "overlay" / CA_FOLDER.relative_to("/")
+    certificates.mkdir(parents=True)
+    for file in authorities():
+        shutil.copy(file, certificates / file.name)
+    built, partial = work / "rootfs.tar", work / target.name
+    copy = f"--customize-hook=copy-in {work}/overlay/usr /"
+    run(["mmdebstrap", "--quiet", copy, *options, SUITE, built, *sources], env={**os.environ, "TMPDIR": str(work)})
+    run(["zstd", "--quiet", "-3", "-T0", built, "-o", partial])
+    partial.rename(target)

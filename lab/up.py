@@ -73,14 +73,21 @@ def play(settings: Settings, *words: str | Path) -> None:
         raise LabError(f"site.yml ended with {code}; the lines above say why. `make lab` goes on where it stopped.")
 
 
-def up(settings: Settings) -> None:
-    """Build the lab and run site.yml to the end."""
+def up(settings: Settings, bare: bool = False) -> None:
+    """Build the lab and run site.yml to the end.
+
+    Args:
+        settings: the lab.
+        bare: end before site.yml, with the host as an installation leaves it.
+    """
     with phase("packages of this machine"):
         install_packages()
     provide(settings)
     with phase("kpro6"):
         network.up(settings)
         kpro6(settings).up(settings)
+    if bare:
+        return
     with phase("site.yml -l ct200"):
         play(settings)
     print(summary(settings))

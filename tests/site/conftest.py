@@ -123,15 +123,29 @@ def settings() -> Settings:
     return Settings.from_environment()
 
 
-@pytest.fixture(scope="session")
-def first_run(settings: Settings) -> Run:
+def lab_up(settings: Settings, *words: str) -> Run:
     """Build the lab with the command an operator types, and return what it printed."""
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "lab", "up"], cwd=ROOT, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "lab", "up", *words], cwd=ROOT, capture_output=True, text=True, check=False,
         env={**os.environ, "LAB_SUBNET": str(settings.subnet)}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return Run(done.returncode, done.stdout + done.stderr, time.monotonic() - start)
+
+
+@pytest.fixture(scope="session")
+def bare_run(settings: Settings) -> Run:
+    """Make only the host, and return what a dry run on it printed."""
+    made = lab_up(settings, "--bare")
+    assert made.code == 0, made.output[-4000:]
+    return Lab(settings).play("--check", "--diff")
+
+
+@pytest.fixture(scope="session")
+def first_run(settings: Settings, bare_run: Run) -> Run:
+    """Build the rest, and return what it printed."""
+    assert bare_run.recap
+    return lab_up(settings)
 
 
 @pytest.fixture(scope="session")

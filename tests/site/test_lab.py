@@ -24,6 +24,13 @@ PLAYS = {
 }
 
 
+def test_dry_run_on_the_bare_lab_says_what_it_would_do(bare_run: Run) -> None:
+    assert bare_run.code == 0, bare_run.output[-4000:]
+    assert all(counts["changed"] > 0 for counts in bare_run.recap.values())
+    assert "+lxc.cgroup2" not in bare_run.output
+    assert "+lxc.start.auto = 1" in bare_run.output
+
+
 def test_first_run_ends_with_what_runs_and_how_to_talk_to_it(first_run: Run, lab: Lab) -> None:
     end = first_run.output[first_run.output.rindex("Running now:") :]
     assert f"curl {lab.url}/v1/chat/completions" in end
@@ -164,7 +171,7 @@ def test_runs_killed_at_any_task_are_completed_by_the_next(lab: Lab) -> None:
 
 
 @pytest.mark.usefixtures("untouched")
-def test_dry_run_on_a_bare_host_says_what_it_would_do(lab: Lab) -> None:
+def test_dry_run_of_another_container_makes_nothing(lab: Lab) -> None:
     """A container that does not exist, on a host that carries another: nothing of it is there afterwards."""
     run = lab.play(
         "--check",
@@ -184,6 +191,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "shm larger than memory": ({"shm_size_mib": 99999999}, "shm_size_mib"),
     "device does not exist": ({"lxc_container_devices": ["/dev/nvidia7"]}, "/dev/nvidia7"),
     "mount source missing": ({"lxc_container_mounts": [{"source": "/none", "target": "/n"}]}, "/none"),
+    "vmid of another container": ({"lxc_vmid": 300}, "has vmid 200"),
+    "address of another machine": (
+        {"lxc_container_name": "ct201", "lxc_vmid": 201, "lxc_container_address": "{{ lab_network }}.1/24"},
+        "in use: a machine answers there",
+    ),
     "SSH key missing": ({"lxc_container_ssh_public_keys": []}, "lxc_container_ssh_public_keys"),
     "bridge missing": ({"lxc_container_bridge": "vmbr9"}, "vmbr9"),
     "wrong type": ({"shm_size_mib": "much"}, "shm_size_mib"),
