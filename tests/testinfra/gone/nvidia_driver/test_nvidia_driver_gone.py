@@ -2,7 +2,7 @@
 
 from testinfra.host import Host
 
-GROUP = "gpu_hosts:gpu_containers"
+GROUP = "lxc_hosts:gpu_containers"
 
 
 def test_packages_and_holds_are_gone(host: Host) -> None:

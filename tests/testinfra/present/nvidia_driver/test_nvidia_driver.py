@@ -10,7 +10,7 @@ from testinfra.host import Host
 
 from tests.testinfra.fleet import Fleet
 
-GROUP = "gpu_hosts:gpu_containers"
+GROUP = "lxc_hosts:gpu_containers"
 STATUS = "${Package} ${db:Status-Want} ${db:Status-Status} ${Version}\n"
 
 
