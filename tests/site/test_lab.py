@@ -178,7 +178,7 @@ def test_dry_run_of_another_container_makes_nothing(lab: Lab) -> None:
         "--diff",
         lxc_container_name="ct201",
         lxc_vmid=201,
-        lxc_container_address=f"{lab.settings.address(201)}/24",
+        ansible_host=lab.settings.address(201),
     )
     assert run.code == 0, run.output[-4000:]
     assert run.recap["ct200"]["changed"] > 0
@@ -193,7 +193,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "mount source missing": ({"lxc_container_mounts": [{"source": "/none", "target": "/n"}]}, "/none"),
     "vmid of another container": ({"lxc_vmid": 300}, "has vmid 200"),
     "address of another machine": (
-        {"lxc_container_name": "ct201", "lxc_vmid": 201, "lxc_container_address": "{{ lab_network }}.1/24"},
+        {"lxc_container_name": "ct201", "lxc_vmid": 201, "ansible_host": "{{ lab_network }}.1"},
         "in use: a machine answers there",
     ),
     "SSH key missing": ({"lxc_container_ssh_public_keys": []}, "lxc_container_ssh_public_keys"),
@@ -213,12 +213,12 @@ def test_wrong_inventory_is_refused_before_a_change(lab: Lab, name: str) -> None
 
 
 @pytest.mark.usefixtures("untouched")
-def test_limit_without_the_plugin_is_refused_with_the_remedy(lab: Lab) -> None:
-    lab.env["ANSIBLE_CALLBACKS_ENABLED"] = ""
-    try:
-        run = lab.play()
-    finally:
-        del lab.env["ANSIBLE_CALLBACKS_ENABLED"]
+def test_limit_without_the_plugin_is_refused_with_the_remedy(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(lab.env, "ANSIBLE_CALLBACKS_ENABLED", "ansible.builtin.junit")
+    monkeypatch.setitem(lab.env, "JUNIT_OUTPUT_DIR", str(tmp_path))
+    run = lab.play()
     assert run.code != 0
     assert "-l ct200,kpro6" in run.output
 
