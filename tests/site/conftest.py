@@ -16,7 +16,7 @@ import pytest
 
 from lab.machine import ssh_options
 from lab.settings import Settings
-from lab.up import CONTAINER, HOST
+from lab.up import CONTAINER, HOST, INVENTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
@@ -64,16 +64,16 @@ class Lab:
         self.url = f"http://{settings.address(CONTAINER[1])}:30000"
         self.env = {**os.environ, "LAB_SUBNET": str(settings.subnet), "LAB_STATE": str(settings.state.parent)}
 
-    def argv(self, *words: str, playbook: str = "site.yml", limit: str = "ct200") -> list[str]:
+    def argv(self, *words: str, inventory: Path = INVENTORY, limit: str = CONTAINER[0]) -> list[str]:
         """Return the command line of a run."""
-        return [str(PLAYBOOK), playbook, "-i", "inventories/lab", "-l", limit, *words]
+        return [str(PLAYBOOK), "site.yml", "-i", str(inventory), "-l", limit, *words]
 
-    def play(self, *words: str, playbook: str = "site.yml", limit: str = "ct200", **variables: Any) -> Run:
-        """Run a playbook, with extra variables as JSON, and return what came of it."""
+    def play(self, *words: str, inventory: Path = INVENTORY, limit: str = CONTAINER[0], **variables: Any) -> Run:
+        """Run site.yml, with extra variables as JSON, and return what came of it."""
         extra = ["-e", json.dumps(variables)] if variables else []
         start = time.monotonic()
         done = subprocess.run(
-            self.argv(*words, *extra, playbook=playbook, limit=limit),
+            self.argv(*words, *extra, inventory=inventory, limit=limit),
             cwd=ROOT, env=self.env, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         return Run(done.returncode, done.stdout + done.stderr, time.monotonic() - start)

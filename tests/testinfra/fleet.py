@@ -17,6 +17,8 @@ from ansible.vars.manager import VariableManager
 from testinfra.host import Host
 
 ROOT = Path(__file__).resolve().parents[2]
+CONTROL_PATH = Path("~/.ansible/cp/testinfra-%C").expanduser()
+"""One connection to each machine for all checks."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,13 @@ class Fleet:
             return testinfra.get_host("local://")
         user, address = found.get("ansible_user", "root"), found.get("ansible_host", name)
         port = found.get("ansible_port", 22)
+        CONTROL_PATH.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        arguments = [str(found.get("ansible_ssh_common_args", "")), "-o ServerAliveInterval=5"]
         return testinfra.get_host(
             f"ssh://{user}@{f'[{address}]' if ':' in address else address}:{port}",
             ssh_identity_file=found.get("ansible_ssh_private_key_file"),
-            ssh_extra_args=found.get("ansible_ssh_common_args"),
-            controlpersist=60,
+            ssh_extra_args=" ".join(filter(None, arguments)),
+            controlpath=str(CONTROL_PATH).replace("%", "%%"),
             sudo=bool(found.get("ansible_become", False)),
         )
 
