@@ -73,7 +73,8 @@ def test_servers_run_as_their_user_from_a_release(host: Host, variables: dict[st
 def test_service_user_can_run_its_python(host: Host, variables: dict[str, Any]) -> None:
     python = f"{variables['sglang_venv']}/bin/python"
     user = variables["sglang_user"]
-    place = host.check_output(f"runuser -u {user} -- {python} -B -c 'import sglang; print(sglang.__file__)'")
+    code = "import importlib.util; print(importlib.util.find_spec(\"sglang\").origin)"
+    place = host.check_output("cd / && runuser -u %s -- %s -I -B -c %s", user, python, code)
     assert place.startswith(f"{variables['sglang_venv']}/")
 
 
