@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lab.inventories import Carrier, Container, write
+from lab.settings import Settings
 from tests.site.conftest import ROOT, Lab, Run
 
 KILLED_AT = (14, 9, 22, 30, 38, 33, 45)
@@ -28,6 +29,18 @@ def test_dry_run_on_the_bare_lab_says_what_it_would_do(bare_run: Run) -> None:
     assert all(counts["changed"] > 0 for counts in bare_run.recap.values())
     assert "+lxc.cgroup2" not in bare_run.output
     assert "+lxc.start.auto = 1" in bare_run.output
+
+
+def test_wrong_inventory_leaves_a_bare_host_bare(bare_run: Run, settings: Settings) -> None:
+    assert bare_run.recap
+    run = Lab(settings).play(gpu_preflight_model="NVIDIA RTX 9000")
+    assert run.code != 0
+    assert "gpu_preflight_model" in run.output[run.output.index("ERROR") :]
+    assert run.changed == 0
+    assert (
+        Lab(settings).host("ls /etc/apt/preferences.d /usr/local/sbin")
+        == "/etc/apt/preferences.d:\n\n/usr/local/sbin:\n"
+    )
 
 
 def test_first_run_ends_with_what_runs_and_how_to_talk_to_it(first_run: Run, lab: Lab) -> None:
@@ -88,7 +101,7 @@ def test_dry_run_on_the_finished_lab_finds_nothing_to_change(lab: Lab) -> None:
 
 
 def test_disruptive_checks_pass(lab: Lab) -> None:
-    words = ["make", "verify", "DISRUPTIVE=1"]
+    words = ["make", "verify", "DISRUPTIVE=1", "LIMIT=kpro6,ct200"]
     done = subprocess.run(words, cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= 40
@@ -161,6 +174,18 @@ def kill_at(lab: Lab, task: int) -> None:
     process.wait()
 
 
+@pytest.mark.slow
+def test_a_run_killed_at_each_task_in_turn_is_completed(lab: Lab) -> None:
+    tasks = lab.play().output.count("\nTASK [")
+    removed = lab.play(lxc_container_state="absent")
+    assert removed.code == 0, removed.output[-4000:]
+    for task in range(2, tasks):
+        kill_at(lab, task)
+    whole = lab.play()
+    assert whole.code == 0, whole.output[-4000:]
+    assert lab.play().changed == 0
+
+
 def test_runs_killed_at_any_task_are_completed_by_the_next(lab: Lab) -> None:
     removed = lab.play(lxc_container_state="absent")
     assert removed.code == 0, removed.output[-4000:]
@@ -223,6 +248,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "mount source missing": ({"lxc_container_mounts": [{"source": "/none", "target": "/n"}]}, "/none"),
     "another vmid than it was made with": ({"lxc_vmid": 300}, "has vmid 200"),
     "SSH key missing": ({"lxc_container_ssh_public_keys": []}, "lxc_container_ssh_public_keys"),
+    "private key missing": ({"ansible_ssh_private_key_file": "/none/id_ed25519"}, "/none/id_ed25519"),
     "bridge missing": ({"lxc_container_bridge": "vmbr9"}, "vmbr9"),
     "wrong type": ({"shm_size_mib": "much"}, "shm_size_mib"),
 }
@@ -250,11 +276,19 @@ def test_limit_without_the_plugin_is_refused_with_the_remedy(
 
 
 @pytest.mark.usefixtures("untouched")
-def test_full_disk_in_the_container_is_refused_and_the_service_goes_on(lab: Lab) -> None:
-    lab.container("mkdir -p /opt/small && mount -t tmpfs -o size=16m tmpfs /opt/small")
+@pytest.mark.parametrize(
+    ("required_mib", "word"),
+    {"seen before": (4096, "uv_venv_required_mib"), "met half-way": (16, "No space left")}.values(),
+)
+def test_full_disk_in_the_container_is_refused_and_the_service_goes_on(lab: Lab, required_mib: int, word: str) -> None:
+    lab.container("mkdir -p /opt/small && mount -t tmpfs -o size=64m tmpfs /opt/small")
     try:
-        run = lab.play("--tags", "runtime", uv_venv_root="/opt/small")
+        run = lab.play("--tags", "runtime", uv_venv_root="/opt/small", uv_venv_required_mib=required_mib)
+        left = lab.container("find /opt/small -name .complete")
     finally:
-        lab.container("umount /opt/small")
+        lab.container("umount /opt/small && rmdir /opt/small")
+    message = run.output[run.output.index("ERROR") :]
     assert run.code != 0
-    assert "/opt/small" in run.output[run.output.index("ERROR") :]
+    assert "/opt/small" in message
+    assert word in message
+    assert left == ""

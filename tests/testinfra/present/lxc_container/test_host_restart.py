@@ -1,4 +1,4 @@
-"""A restart of the host brings its containers back by itself."""
+"""A restart of the host brings its containers, and what they serve, back by itself."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from testinfra.host import Host
 
 from tests.testinfra.fleet import Fleet
 from tests.testinfra.restart import boot, reboot, wait_until_running
+from tests.testinfra.serving import servers_of
 
 GROUP = "lxc_hosts"
 
@@ -23,3 +24,6 @@ def test_restart_of_the_host_brings_everything_back(host: Host, variables: dict[
     reboot(host)
     for name in carried:
         wait_until_running(fleet.host(name), since[name])
+        if name in fleet.names("sglang_servers"):
+            for server in servers_of(fleet.variables(name)):
+                server.ask("/health")

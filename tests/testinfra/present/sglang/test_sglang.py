@@ -1,42 +1,21 @@
 """Each deployment serves, runs as its user from its environment, and stops and starts whole."""
 
 import json
-import urllib.request
 from typing import Any
 
 import pytest
 from testinfra.host import Host
 
 from tests.testinfra.fleet import journal
+from tests.testinfra.serving import Server, servers_of
 
 GROUP = "sglang_servers"
-
-
-class Server:
-    """A deployment as a client sees it."""
-
-    def __init__(self, variables: dict[str, Any], deployment: dict[str, Any]) -> None:
-        """Name it."""
-        self.name: str = deployment["name"]
-        self.unit = f"sglang@{self.name}.service"
-        self.model: str = deployment.get("served_model_name") or self.name
-        self.url = f"http://{variables.get('ansible_host', variables['inventory_hostname'])}:{deployment['port']}"
-        self.headers = {"Content-Type": "application/json"}
-        if deployment.get("api_key"):
-            self.headers["Authorization"] = f"Bearer {deployment['api_key']}"
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> str:
-        """Send a request and return the answer."""
-        data = json.dumps(body).encode() if body else None
-        request = urllib.request.Request(self.url + path, data, self.headers)  # noqa: S310
-        with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310
-            return str(answer.read().decode())
 
 
 @pytest.fixture(scope="module")
 def servers(variables: dict[str, Any]) -> list[Server]:
     """Return the deployments of the host under test."""
-    found = [Server(variables, deployment) for deployment in variables["sglang_deployments"]]
+    found = servers_of(variables)
     assert found, "sglang_deployments: empty, but the host is in sglang_servers"
     return found
 
@@ -73,7 +52,7 @@ def test_servers_run_as_their_user_from_a_release(host: Host, variables: dict[st
 def test_service_user_can_run_its_python(host: Host, variables: dict[str, Any]) -> None:
     python = f"{variables['sglang_venv']}/bin/python"
     user = variables["sglang_user"]
-    code = "import importlib.util; print(importlib.util.find_spec(\"sglang\").origin)"
+    code = 'import importlib.util; print(importlib.util.find_spec("sglang").origin)'
     place = host.check_output("cd / && runuser -u %s -- %s -I -B -c %s", user, python, code)
     assert place.startswith(f"{variables['sglang_venv']}/")
 
