@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -153,6 +154,68 @@ def test_prune_keeps_current_and_the_newest_and_nothing_half_made(tmp_path: Path
     module.point(one.current, one.folder / "releases" / "oldest")
     module.prune(one)
     assert sorted(path.name for path in one.releases()) == ["new", "oldest"]
+
+
+def unit(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a drop-in of a service and let the module find it."""
+    file = tmp_path / "system/sglang@a.service.d/deployment.conf"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    monkeypatch.setattr(module, "UNITS", tmp_path / "system")
+    return file
+
+
+def test_prune_keeps_what_a_unit_runs_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = environment(tmp_path, keep_releases=1)
+    used, unused = release(one, "used", 1), release(one, "unused", 2)
+    module.point(one.current, release(one, "new", 3))
+    unit(tmp_path, f"[Service]\nExecStart={used}/bin/python -m sglang\n", monkeypatch)
+    module.prune(one)
+    assert used.exists()
+    assert not unused.exists()
+
+
+def test_environment_that_a_unit_runs_from_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = environment(tmp_path)
+    used = release(one, "used", 1)
+    file = unit(tmp_path, f"[Service]\nExecStart={used}/bin/python -m sglang\n", monkeypatch)
+    with pytest.raises(module.ReleaseError, match=rf"uv_venv_state: absent, but {file} runs from {one.folder}"):
+        module.remove(one)
+    assert used.exists()
+    file.unlink()
+    module.remove(one)
+    assert not one.folder.exists()
+
+
+@pytest.mark.parametrize("name", ["../victim", "..", ".", "", "a/b", ".python"])
+def test_a_name_that_leaves_the_root_is_a_problem_of_its_place(tmp_path: Path, name: str) -> None:
+    (said,) = module.place_problems(environment(tmp_path, name=name))
+    assert said.startswith(f"uv_venv_name: {name!r} is not a folder name")
+
+
+@pytest.mark.parametrize("name", ["../victim", "..", "."])
+def test_absent_with_such_a_name_removes_nothing(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "victim"
+    (root / "releases").mkdir(parents=True)
+    (root / "venvs").mkdir()
+    arguments = {"state": "absent", "name": name, "root": str(root / "venvs")}
+    done = subprocess.run(
+        [sys.executable, ROOT / "roles/uv_venv/library/uv_release.py"],
+        input=json.dumps({"ANSIBLE_MODULE_ARGS": arguments}), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "uv_venv_name" in json.loads(done.stdout)["msg"]
+    assert sorted(path.name for path in root.iterdir()) == ["releases", "venvs"]
+
+
+def test_removal_leaves_what_is_not_the_caches(tmp_path: Path) -> None:
+    one = environment(tmp_path)
+    release(one, "a", 1)
+    cache = Path(one.cache_dir)
+    for folder in ("wheels-v8", "archive-v0/x", "photos"):
+        (cache / folder).mkdir(parents=True)
+    (cache / "CACHEDIR.TAG").touch()
+    module.remove(one)
+    assert [path.name for path in cache.iterdir()] == ["photos"]
 
 
 def test_release_whose_removal_was_killed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,12 @@ missing: {type: bool, returned: when present, description: Whether the release s
 
 COMPLETE = ".complete"
 PYTHONS = ".python"
+UNITS = Path("/etc/systemd/system")
+CACHE_BUCKET = re.compile(
+    r"(archive|binaries|builds|built-wheels|environments|flat-index|git|interpreter|python|sdists|simple|wheels)-v\d+"
+)
+"""Folders of uv's cache."""
+CACHE_FILES = {".gitignore", ".lock", "CACHEDIR.TAG"}
 LOCK_TIMEOUT_S = 300.0
 INTERPRETER = "import sys; print('{}-{}.{}'.format(sys.implementation.name, *sys.version_info[:2]))"
 PROBE = """
@@ -177,11 +183,22 @@ def interpreter(python: str) -> str:
     return done.stdout.strip()
 
 
-def problems(environment: Environment) -> list[str]:
-    """Return what is wrong with a definition."""
+def place_problems(environment: Environment) -> list[str]:
+    """Return what is wrong with the place of an environment, without which nothing is read or removed there."""
     found = []
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", environment.name):
-        found.append(f"uv_venv_name: {environment.name!r} is not a folder name of letters, digits, '.', '_' and '-'.")
+        found.append(
+            f"uv_venv_name: {environment.name!r} is not a folder name: a letter or digit, then letters, digits, '.', "
+            "'_' and '-'."
+        )
+    if not environment.root.is_absolute():
+        found.append(f"uv_venv_root: {str(environment.root)!r} is not an absolute path. Write it from / on.")
+    return found
+
+
+def problems(environment: Environment) -> list[str]:
+    """Return what is wrong with a definition."""
+    found = place_problems(environment)
     if environment.keep_releases < 1:
         found.append(
             f"uv_venv_keep_releases: {environment.keep_releases} would not keep the current one. Give 1 or more."
@@ -413,27 +430,64 @@ class Maker:
             raise ReleaseError("uv_venv_requirements: the lock brings pip into the environment. Take it out.")
 
 
+def users(folder: Path) -> list[Path]:
+    """Return the files of systemd's units on this machine that name something in a folder."""
+    files = [*UNITS.glob("*.service"), *UNITS.glob("*.service.d/*.conf")]
+    return sorted(file for file in files if f"{folder}/" in file.read_text(errors="replace"))
+
+
 def prune(environment: Environment) -> None:
-    """Remove half-made releases, and complete ones beyond those to keep; the newest stay."""
+    """Remove half-made releases, and complete ones beyond those to keep; the newest stay, and what a unit names."""
     current = environment.current.resolve()
     complete = [one for one in environment.releases() if (one / COMPLETE).exists() and one != current]
     complete.sort(key=lambda folder: (folder / COMPLETE).stat().st_mtime, reverse=True)
     for folder in [*environment.begun(), *complete[environment.keep_releases - 1 :]]:
-        if folder != current:
+        if folder != current and not users(folder):
             discard(folder)
 
 
 def remove(environment: Environment) -> None:
-    """Remove an environment, and with the last one what all of them share."""
+    """Remove an environment, and with the last one what all of them share.
+
+    Raises:
+        ReleaseError: a unit runs from it.
+    """
+    found = users(environment.folder)
+    if found:
+        raise ReleaseError(
+            f"uv_venv_state: absent, but {', '.join(map(str, found))} runs from {environment.folder}. Take the service "
+            "away first (sglang_state: absent)."
+        )
     environment.current.unlink(missing_ok=True)
     for release in environment.releases():
         discard(release)
     shutil.rmtree(environment.folder)
     if {one.name for one in environment.root.iterdir()} <= {PYTHONS}:
         shutil.rmtree(environment.root / PYTHONS, ignore_errors=True)
-        for folder, empty in ((environment.root, os.rmdir), (Path(environment.cache_dir), shutil.rmtree)):
-            if folder.exists() and not folder.is_mount():
-                empty(folder)
+        clear_cache(Path(environment.cache_dir))
+        drop(environment.root)
+
+
+def clear_cache(folder: Path) -> None:
+    """Remove what uv keeps in its cache, and nothing else that lies in the same folder."""
+    for one in folder.iterdir() if folder.is_dir() else []:
+        if CACHE_BUCKET.fullmatch(one.name):
+            shutil.rmtree(one)
+        elif one.name in CACHE_FILES:
+            one.unlink()
+    drop(folder)
+
+
+def drop(folder: Path) -> None:
+    """Remove a folder that is empty; one that is mounted stays."""
+    if folder.is_dir() and not folder.is_mount() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def refuse(module: AnsibleModule, found: list[str]) -> None:
+    """End the module where there are problems."""
+    if found:
+        module.fail_json(msg="nothing was changed:\n" + "\n".join(f"- {line}" for line in found))
 
 
 def main() -> None:
@@ -479,6 +533,7 @@ def main() -> None:
     )
     machine = platform.machine()
     if values["state"] == "absent":
+        refuse(module, place_problems(environment))
         present = environment.folder.exists()
         if present and not module.check_mode:
             try:
@@ -487,9 +542,7 @@ def main() -> None:
             except (ReleaseError, OSError) as error:
                 module.fail_json(msg=f"environment {environment.name}: {error}")
         module.exit_json(changed=present, machine=machine)
-    found = problems(environment)
-    if found:
-        module.fail_json(msg="nothing was changed:\n" + "\n".join(f"- {line}" for line in found))
+    refuse(module, problems(environment))
     release, missing = environment.release, not environment.complete
     former = environment.current.resolve()
     turned = missing or former != release

@@ -45,11 +45,15 @@ def test_current_is_a_complete_release(host: Host, folder: PurePosixPath, releas
     assert host.file(f"{release}/.complete").exists
 
 
-def test_releases_are_no_more_than_asked_for(host: Host, folder: PurePosixPath, variables: dict[str, Any]) -> None:
-    found = host.file(str(folder / "releases")).listdir()
-    assert 1 <= len(found) <= variables["uv_venv_keep_releases"]
-    for name in found:
-        assert host.file(str(folder / "releases" / name / ".complete")).exists, name
+def test_releases_are_no_more_than_asked_for_and_in_use(
+    host: Host, folder: PurePosixPath, variables: dict[str, Any]
+) -> None:
+    found = host.check_output("find %s -mindepth 1 -maxdepth 1 -type d", str(folder / "releases")).split()
+    complete = host.check_output("find %s -mindepth 2 -maxdepth 2 -name .complete", str(folder / "releases")).split()
+    assert sorted(complete) == sorted(f"{release}/.complete" for release in found)
+    units = host.run("grep -hors %s /etc/systemd/system", f"{folder}/releases/[^/]*").stdout.split()
+    assert found
+    assert len(set(found) - set(units)) <= variables["uv_venv_keep_releases"]
 
 
 def test_packages_are_the_locks(host: Host, release: PurePosixPath, variables: dict[str, Any]) -> None:
