@@ -1,5 +1,8 @@
 """Deployments become exact units, and what cannot work is named before anything is touched."""
 
+import http.server
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 from tests.unit.loading import load
 
 module = load("roles/sglang/library/sglang_deployments.py")
+check = load("roles/sglang/files/wait_healthy.py")
 
 UNIT = "[Service]\nType=exec\n"
 PYTHON = Path("/opt/venvs/sglang/releases/abc/bin/python")
@@ -26,13 +30,17 @@ def test_drop_in_is_exact() -> None:
             "disable-radix-cache": False,
             "json-model-override-args": {},
         },
-        environment={"NOTE": 'a "b" 50% $HOME'},
+        environment={"NOTE": "x"},
         start_timeout_s=60,
     )
     assert module.dropin_text(one, PYTHON, UNIT).splitlines()[1:] == [
+        "[Unit]",
+        "StartLimitIntervalSec=325",
+        "StartLimitBurst=5",
         "[Service]",
         "Environment=CUDA_VISIBLE_DEVICES=2,3",
-        'Environment="NOTE=a \\"b\\" 50%% $HOME"',
+        "EnvironmentFile=/etc/sglang/main.env",
+        "RestartSec=5",
         "TimeoutStartSec=60",
         f"ExecStart={PYTHON} -m sglang.launch_server --config /etc/sglang/main.yml \\",
         "  --enable-metrics \\",
@@ -43,7 +51,7 @@ def test_drop_in_is_exact() -> None:
         "  --port 30000 \\",
         "  --served-model-name main \\",
         "  --tp-size 2",
-        "ExecStartPost=/usr/local/lib/sglang/wait_healthy http://127.0.0.1:30000/health_generate",
+        "ExecStartPost=/usr/local/sbin/sglang-wait-healthy http://127.0.0.1:30000/health_generate",
     ]
 
 
@@ -55,11 +63,26 @@ def test_list_becomes_several_words() -> None:
     assert module.command(deployment(arguments={"cuda-graph-bs-decode": [1, 2, 4]}), PYTHON).count(" 1 2 4") == 1
 
 
-def test_key_is_in_the_file_and_nowhere_else() -> None:
-    one = deployment(api_key="s3cret")
-    assert module.config_text(one) == '{"api-key": "s3cret"}\n'
+def test_secrets_are_in_the_files_that_others_cannot_read_and_in_no_diff() -> None:
+    one = deployment(
+        api_key="s3cret", arguments={"admin_api_key": "s3cret"}, environment={"HF_TOKEN": "s3cret", "NOTE": "x"}
+    )
+    assert module.config_text(one) == '{"api-key": "s3cret", "admin-api-key": "s3cret"}\n'
+    assert module.variables_text(one) == 'HF_TOKEN="s3cret"\nNOTE="x"\n'
     assert "s3cret" not in module.dropin_text(one, PYTHON, UNIT)
-    assert "s3cret" not in module.hidden(module.config_text(one))
+    assert module.hidden(module.config_text(one)) == '{"api-key": "(hidden)", "admin-api-key": "(hidden)"}\n'
+    assert module.hidden(module.variables_text(one)) == 'HF_TOKEN=(hidden)\nNOTE="x"\n'
+
+
+def test_a_secret_with_quotes_is_hidden_whole() -> None:
+    one = deployment(api_key='a"b\\', environment={"HF_TOKEN": 'a"b'})
+    assert "b" not in module.hidden(module.config_text(one)).replace("(hidden)", "")
+    assert module.hidden(module.variables_text(one)) == "HF_TOKEN=(hidden)\n"
+
+
+def test_variables_are_quoted_for_systemd() -> None:
+    one = deployment(environment={"NOTE": 'a "b" 50% $HOME `x` \\'})
+    assert module.variables_text(one) == 'NOTE="a \\"b\\" 50% \\$HOME \\`x\\` \\\\"\n'
 
 
 def test_another_unit_or_release_is_another_text() -> None:
@@ -89,6 +112,8 @@ def test_health_is_asked_where_the_server_listens(host: str, url: str) -> None:
         ([{"gpus": (0,)}, {"name": "second", "port": 30001, "gpus": (0,)}], "second: gpus has 0, which is main's too"),
         ([{"port": 70000}], "port 70000 is not from 1 to 65535"),
         ([{"environment": {"CUDA_VISIBLE_DEVICES": "0"}}], "Name the devices in gpus instead"),
+        ([{"environment": {"A-B": "0"}}], "environment has 'A-B', which is not a variable's name"),
+        ([{"environment": {"A": "0\n1"}}], "environment, A: the value has more than one line"),
         ([{"arguments": {"model_path": "/x"}}], "arguments has model_path. Use the key model_path for it."),
         ([{"arguments": {"api-key": "x"}}], "arguments has api-key. Use the key api_key for it."),
     ],
@@ -108,6 +133,8 @@ KNOWN: dict[str, list[str]] = {
     for flag in (
         "model-path",
         "served-model-name",
+        "api-key",
+        "admin-api-key",
         "host",
         "port",
         "enable-metrics",
@@ -136,7 +163,7 @@ def test_known_flags_pass() -> None:
 
 
 def test_missing_model_and_environment_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "active", lambda _: False)
+    monkeypatch.setattr(module, "UNITS", tmp_path)
     monkeypatch.setattr(module, "listens", lambda _: True)
     (tmp_path / "config.json").touch()
     one = deployment(
@@ -150,32 +177,69 @@ def test_missing_model_and_environment_are_named(tmp_path: Path, monkeypatch: py
     ]
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine whose systemctl notes calls; a restart fails while `broken` is in the drop-in."""
+class Machine:
+    """Units of a machine: one fails to start while `broken` is in its drop-in, or another holds its port."""
 
-    class Machine:
-        def __init__(self) -> None:
-            self.calls: list[tuple[str, ...]] = []
-            self.running = False
+    def __init__(self, units: Path) -> None:
+        """Keep units in this folder."""
+        self.units = units
+        self.refused: set[str] = set()
+        self.calls: list[tuple[str, ...]] = []
+        self.states: dict[str, str] = {}
+        self.enabled: set[str] = set()
 
-        def systemctl(self, *words: str) -> Any:
-            self.calls.append(words)
+    def dropin(self, unit: str) -> str:
+        """Text of its drop-in."""
+        return str(module.text_of(self.units / f"{unit}.d/deployment.conf"))
+
+    def starts(self, unit: str) -> bool:
+        """Tell whether it would become healthy."""
+        ports = {module.resources(self.dropin(one))[0] for one, state in self.states.items() if state == "active"}
+        if unit in self.refused or "broken" in self.dropin(unit):
+            return False
+        return module.resources(self.dropin(unit))[0] not in ports
+
+    def systemctl(self, *words: str) -> Any:
+        """Do what systemctl would do."""
+        self.calls.append(words)
+        unit = words[-1]
+        if words[0] in ("restart", "start"):
+            self.states.pop(unit, None)
+            self.states[unit] = "active" if self.starts(unit) else "failed"
+            code = int(self.states[unit] != "active")
+        elif words[0] == "is-enabled":
+            code = int(unit not in self.enabled)
+        else:
             code = 0
-            if words[0] == "restart":
-                text = (tmp_path / "units/sglang@main.service.d/deployment.conf").read_text()
-                self.running = "broken" not in text
-                code = 0 if self.running else 1
-            if words[0] in ("is-active", "is-enabled"):
-                code = 0 if self.running else 3
-            return type("Done", (), {"returncode": code, "stdout": "", "stderr": ""})()
+        if words[0] == "enable":
+            self.enabled.add(unit)
+        if words[0] in ("stop", "disable"):
+            self.states[unit] = "inactive"
+        state = self.states.get(unit, "inactive") if words[0] == "is-active" else ""
+        return type("Done", (), {"returncode": code, "stdout": state, "stderr": ""})()
 
-    made = Machine()
+    def started(self) -> list[str]:
+        """Names of the deployments that were started since the last call."""
+        found = [words[-1][7:-8] for words in self.calls if words[0] in ("restart", "start")]
+        self.calls.clear()
+        return found
+
+    def active(self) -> set[str]:
+        """Names of the deployments that run."""
+        return {unit[7:-8] for unit, state in self.states.items() if state == "active"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(tmp_path / "units")
     monkeypatch.setattr(module, "UNITS", tmp_path / "units")
+    monkeypatch.setattr(module, "TEMPLATE", tmp_path / "units/sglang@.service")
     monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(module, "systemctl", made.systemctl)
     monkeypatch.setattr(module, "journal", lambda _: "the end of the journal")
-    monkeypatch.setattr(module, "known_flags", lambda _: KNOWN)
+    monkeypatch.setattr(module, "listens", lambda _: False)
+    monkeypatch.setattr(module, "known_flags", lambda *_: KNOWN)
     monkeypatch.setattr(module.shutil, "chown", lambda *_: None)
     (tmp_path / "venv/bin").mkdir(parents=True)
     (tmp_path / "venv/bin/python").touch()
@@ -183,62 +247,204 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def manager(tmp_path: Path, dry: bool = False, **changes: Any) -> Any:
-    one = deployment(model_path=str(tmp_path), venv=str(tmp_path / "venv"), **changes)
-    return module.Manager([one], "root", UNIT, dry)
+def manager(tmp_path: Path, *several: dict[str, Any], dry: bool = False, unit: str = UNIT, **changes: Any) -> Any:
+    """Return a manager of the deployment main, or of several."""
+    shared = {"model_path": str(tmp_path), "venv": str(tmp_path / "venv")}
+    return module.Manager([deployment(**shared, **one) for one in several or (changes,)], "root", unit, dry)
 
 
-def test_change_restarts_once_and_the_second_run_changes_nothing(tmp_path: Path, machine: Any) -> None:
+def left(tmp_path: Path) -> list[str]:
+    """Files that a change keeps until it is over."""
+    return sorted(path.name for path in (tmp_path / "configs/.before").glob("*/*"))
+
+
+SECOND = {"name": "second", "port": 30001}
+
+
+def test_change_restarts_once_and_the_second_run_changes_nothing(tmp_path: Path, machine: Machine) -> None:
     assert manager(tmp_path).apply()
-    assert [call for call in machine.calls if call[0] == "restart"] == [("restart", "sglang@main.service")]
-    machine.calls.clear()
+    assert machine.started() == ["main"]
     assert not manager(tmp_path).apply()
     assert not [call for call in machine.calls if call[0] not in ("is-active", "is-enabled")]
+    assert left(tmp_path) == []
 
 
-def test_what_does_not_become_healthy_is_put_back(tmp_path: Path, machine: Any) -> None:
-    manager(tmp_path).apply()
-    good = manager(tmp_path).deployments[0].dropin.read_text()
+def test_only_root_reads_variables_and_only_the_service_its_configuration(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path, api_key="x", environment={"HF_TOKEN": "y"}).apply()
+    assert machine.active() == {"main"}
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "configs").glob("main.*")}
+    assert modes == {"main.env": 0o600, "main.yml": 0o640}
+
+
+def test_what_does_not_become_healthy_is_put_back(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path, environment={"A": "1"}).apply()
+    good = {path: path.read_text() for path in manager(tmp_path).wanted(manager(tmp_path).deployments[0])}
     with pytest.raises(module.DeploymentError, match="its former form runs again"):
-        manager(tmp_path, served_model_name="broken").apply()
-    assert manager(tmp_path).deployments[0].dropin.read_text() == good
-    assert machine.running
+        manager(tmp_path, served_model_name="broken", environment={"A": "2"}).apply()
+    assert {path: path.read_text() for path in good} == good
+    assert machine.active() == {"main"}
+    assert left(tmp_path) == []
+    assert not manager(tmp_path, environment={"A": "1"}).apply()
+
+
+def test_unit_is_put_back_with_the_first_that_does_not_become_healthy(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path).apply()
+    with pytest.raises(module.DeploymentError, match="its former form runs again"):
+        manager(tmp_path, served_model_name="broken", unit=UNIT + "UMask=0027\n").apply()
+    assert module.TEMPLATE.read_text() == UNIT
     assert not manager(tmp_path).apply()
+    assert machine.active() == {"main"}
 
 
-def test_first_deployment_that_fails_leaves_nothing(tmp_path: Path, machine: Any) -> None:
+def test_server_that_died_and_does_not_start_is_not_started_twice(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path).apply()
+    machine.states["sglang@main.service"] = "failed"
+    machine.refused = {"sglang@main.service"}
+    machine.started()
+    with pytest.raises(module.DeploymentError, match="its files are what they were before"):
+        manager(tmp_path).apply()
+    assert machine.started() == ["main"]
+
+
+def test_first_deployment_that_fails_leaves_nothing(tmp_path: Path, machine: Machine) -> None:
     with pytest.raises(module.DeploymentError, match="it had no former form and is taken away again"):
         manager(tmp_path, served_model_name="broken").apply()
     assert not manager(tmp_path).deployments[0].dropin.exists()
     assert ("disable", "--now", "sglang@main.service") in machine.calls
+    assert left(tmp_path) == []
 
 
-def test_change_that_was_killed_half_way_is_completed_with_the_old_way_back(tmp_path: Path, machine: Any) -> None:
+def test_change_that_was_killed_half_way_is_completed_with_the_old_way_back(tmp_path: Path, machine: Machine) -> None:
     manager(tmp_path).apply()
-    changed = manager(tmp_path, served_model_name="broken")
-    one = changed.deployments[0]
-    before = changed.pending(one)
-    before.mkdir(parents=True)
-    for path in (one.dropin, one.config):
-        (before / path.name).write_text(path.read_text())
-    changed.install(one, changed.wanted(one))
+    killed = manager(tmp_path, served_model_name="broken")
+    killed.save(killed.deployments)
+    killed.install(killed.deployments[0], killed.wanted(killed.deployments[0]), UNIT)
     with pytest.raises(module.DeploymentError, match="its former form runs again"):
         manager(tmp_path, served_model_name="broken").apply()
-    assert machine.running
+    assert machine.active() == {"main"}
+    assert not manager(tmp_path).apply()
 
 
-def test_dry_run_writes_nothing(tmp_path: Path, machine: Any) -> None:
+def test_change_that_was_proved_before_the_kill_is_not_made_again(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path).apply()
+    killed = manager(tmp_path, served_model_name="other")
+    killed.save(killed.deployments)
+    killed.replace(killed.deployments, [])
+    machine.started()
+    assert not manager(tmp_path, served_model_name="other").apply()
+    assert machine.started() == []
+    assert left(tmp_path) == []
+
+
+def test_server_that_still_starts_is_waited_for(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path).apply()
+    machine.states["sglang@main.service"] = "activating"
+    machine.calls.clear()
+    assert not manager(tmp_path).apply()
+    assert [words for words in machine.calls if words[0] in ("start", "restart")] == [("start", "sglang@main.service")]
+
+
+def test_the_others_stay_as_they_are_when_one_fails(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path, {}, SECOND).apply()
+    machine.started()
+    with pytest.raises(module.DeploymentError, match=r"sglang@main\.service did not become healthy"):
+        manager(tmp_path, {"served_model_name": "broken"}, SECOND | {"served_model_name": "x"}).apply()
+    assert machine.started() == ["main", "main"]
+    assert not manager(tmp_path, {}, SECOND).apply()
+    assert machine.active() == {"main", "second"}
+
+
+def test_ports_can_be_exchanged(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path, {}, SECOND).apply()
+    assert manager(tmp_path, {"port": 30001}, SECOND | {"port": 30000}).apply()
+    assert machine.active() == {"main", "second"}
+
+
+def test_failed_exchange_of_ports_puts_both_back(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path, {}, SECOND).apply()
+    with pytest.raises(module.DeploymentError, match=r"sglang@second\.service did not .* its former form runs again"):
+        manager(tmp_path, {"port": 30001}, SECOND | {"port": 30000, "served_model_name": "broken"}).apply()
+    assert not manager(tmp_path, {}, SECOND).apply()
+    assert machine.active() == {"main", "second"}
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, machine: Machine) -> None:
     run = manager(tmp_path, dry=True)
     assert run.apply()
     assert run.restarted == ["main"]
     assert not (tmp_path / "units").exists()
-    assert not [call for call in machine.calls if call[0] == "restart"]
+    assert machine.started() == []
 
 
-def test_deployment_no_longer_named_is_taken_away(tmp_path: Path, machine: Any) -> None:
+def test_flags_are_remembered_but_not_by_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'FLAGS {\"port\": []}'\n")
+    python.chmod(0o755)
+    os.utime(python, (1, 1))
+    assert module.known_flags(python, True) == {"port": []}
+    assert not (tmp_path / "cache").exists()
+    assert module.known_flags(python, False) == {"port": []}
+    python.write_text("#!/bin/sh\nexit 1\n")
+    os.utime(python, (1, 1))
+    assert module.known_flags(python, False) == {"port": []}
+
+
+def test_deployment_no_longer_named_is_taken_away_when_the_others_are_healthy(tmp_path: Path, machine: Machine) -> None:
     manager(tmp_path).apply()
-    empty = module.Manager([], "root", UNIT, False)
-    assert empty.apply()
-    assert empty.removed == ["main"]
-    assert ("disable", "--now", "sglang@main.service") in machine.calls
-    assert not list((tmp_path / "units").glob("*.d"))
+    with pytest.raises(module.DeploymentError):
+        manager(tmp_path, SECOND | {"served_model_name": "broken"}).apply()
+    assert machine.active() == {"main"}
+    run = manager(tmp_path, SECOND)
+    assert run.apply()
+    assert run.removed == ["main"]
+    assert machine.active() == {"second"}
+    assert [path.name for path in (tmp_path / "units").glob("*.d")] == ["sglang@second.service.d"]
+
+
+def test_port_of_one_that_goes_can_be_taken_and_is_given_back(tmp_path: Path, machine: Machine) -> None:
+    manager(tmp_path).apply()
+    with pytest.raises(module.DeploymentError):
+        manager(tmp_path, {"name": "second", "served_model_name": "broken"}).apply()
+    assert machine.active() == {"main"}
+    assert manager(tmp_path, {"name": "second"}).apply()
+    assert machine.active() == {"second"}
+
+
+def test_another_run_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    refused = pytest.raises(module.DeploymentError, match="another run has been at work")
+    with module.exclusive(), refused, module.exclusive():
+        pass
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A server that breaks off, then says that it is not ready, then is."""
+
+    count = 0
+
+    def do_GET(self) -> None:
+        """Answer."""
+        type(self).count += 1
+        if self.count == 1:
+            self.connection.close()
+            return
+        self.send_response(503 if self.count == 2 else 200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_health_check_outlasts_a_server_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "POLL_S", 0.0)
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert check.wait(f"http://127.0.0.1:{server.server_port}/", Path("/proc/self"))
+        server.shutdown()
+    assert Answers.count == 3
+
+
+def test_health_check_ends_with_the_process(tmp_path: Path) -> None:
+    assert not check.wait("http://127.0.0.1:9/", tmp_path / "gone")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +12,10 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,8 @@ description:
   - Each deployment is an instance of C(sglang@.service). Its flags are compared with those that its own SGLang knows
     before a running service is touched. A changed deployment is restarted once; where the new form does not become
     healthy, the former one is put back and started, and the module fails.
-  - Deployments that are no longer named are stopped and taken away.
+  - Deployments that are no longer named are taken away when all others are healthy. One whose port or GPU another needs
+    is stopped before, and started again where that other does not become healthy.
 options:
   state: {type: str, default: present, choices: [checked, present, absent], description: V(checked) changes nothing.}
   deployments: {type: list, elements: dict, default: [], description: The deployments, as in the role's argument_specs.}
@@ -53,8 +58,15 @@ removed: {type: list, elements: str, returned: always, description: Deployments 
 """
 
 UNITS = Path("/etc/systemd/system")
+TEMPLATE = UNITS / "sglang@.service"
 CONFIGS = Path("/etc/sglang")
+PROVED = "proved"
 CACHE = Path("/var/cache/sglang-flags")
+LOCK = Path("/run/lock/sglang-deployments")
+LOCK_TIMEOUT_S = 300.0
+HEALTH_CHECK = "/usr/local/sbin/sglang-wait-healthy"
+RESTARTS = 5
+RESTART_PAUSE_S = 5
 OWNED = {
     "model-path": "model_path",
     "served-model-name": "served_model_name",
@@ -65,6 +77,9 @@ OWNED = {
     "config": "arguments",
 }
 """Flags that have a variable of their own."""
+SECRET_FLAGS = {"api-key", "admin-api-key", "ssl-keyfile-password"}
+"""Flags that no list of processes may show."""
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 LIST_FLAGS = """
 import argparse, json
@@ -113,12 +128,17 @@ class Deployment:
 
     @property
     def config(self) -> Path:
-        """File that only the service reads, with the flag that no list of processes may show: the API key."""
+        """File that only the service reads, with the flags that no list of processes may show."""
         return CONFIGS / f"{self.name}.yml"
 
     @property
+    def variables(self) -> Path:
+        """File that only root reads, with its environment variables."""
+        return CONFIGS / f"{self.name}.env"
+
+    @property
     def flags(self) -> dict[str, Any]:
-        """Every flag of its command line with its value."""
+        """Every flag with its value, secret ones included."""
         own: dict[str, Any] = {
             "model-path": self.model_path,
             "served-model-name": self.served_model_name or self.name,
@@ -127,6 +147,8 @@ class Deployment:
         }
         if self.metrics:
             own["enable-metrics"] = True
+        if self.api_key:
+            own["api-key"] = self.api_key
         return own | {key.replace("_", "-"): value for key, value in self.arguments.items()}
 
     @property
@@ -137,17 +159,28 @@ class Deployment:
 
 
 def config_text(deployment: Deployment) -> str:
-    """Return the file with its secret flag: JSON, which is YAML too."""
-    return json.dumps({"api-key": deployment.api_key} if deployment.api_key else {}) + "\n"
+    """Return the file with its secret flags: JSON, which is YAML too."""
+    return json.dumps({flag: value for flag, value in deployment.flags.items() if flag in SECRET_FLAGS}) + "\n"
+
+
+def variables_text(deployment: Deployment) -> str:
+    """Return its environment variables as systemd reads them from a file: quoted, nothing in them has a meaning."""
+    lines = []
+    for key, value in sorted(deployment.environment.items()):
+        escaped = re.sub(r'(["\\$`])', r"\\\1", value)
+        lines.append(f'{key}="{escaped}"\n')
+    return "".join(lines)
 
 
 def command(deployment: Deployment, python: Path) -> str:
     """Return the command line of its unit, one flag a line."""
     lines = [f"{python} -m sglang.launch_server --config {deployment.config}"]
     for flag, value in sorted(deployment.flags.items()):
+        if flag in SECRET_FLAGS or value is False:
+            continue
         if value is True:
             lines.append(f"--{flag}")
-        elif value is not False:
+        else:
             values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
             lines.append(" ".join([f"--{flag}", *(word(str(one)) for one in values)]))
     return " \\\n  ".join(lines)
@@ -172,16 +205,22 @@ def dropin_text(deployment: Deployment, python: Path, unit: str) -> str:
         python: interpreter of the very release it runs; a new release is a new text, and so a restart.
         unit: text of sglang@.service, whose digest is in the drop-in for the same reason.
     """
-    environment = dict(deployment.environment)
+    limit = RESTARTS * (deployment.start_timeout_s + RESTART_PAUSE_S)
+    lines = [
+        f"# sglang@.service {hashlib.sha256(unit.encode()).hexdigest()[:16]}",
+        "[Unit]",
+        f"StartLimitIntervalSec={limit}",
+        f"StartLimitBurst={RESTARTS}",
+        "[Service]",
+    ]
     if deployment.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, deployment.gpus))
-    lines = [f"# sglang@.service {hashlib.sha256(unit.encode()).hexdigest()[:16]}", "[Service]"]
-    for key, value in sorted(environment.items()):
-        lines.append(f"Environment={quoted(f'{key}={value}')}")
+        lines.append(f"Environment=CUDA_VISIBLE_DEVICES={','.join(map(str, deployment.gpus))}")
     lines += [
+        f"EnvironmentFile={deployment.variables}",
+        f"RestartSec={RESTART_PAUSE_S}",
         f"TimeoutStartSec={deployment.start_timeout_s}",
         f"ExecStart={command(deployment, python)}",
-        f"ExecStartPost=/usr/local/lib/sglang/wait_healthy {deployment.health_url}",
+        f"ExecStartPost={HEALTH_CHECK} {deployment.health_url}",
     ]
     return "".join(f"{line}\n" for line in lines)
 
@@ -210,6 +249,11 @@ def shape_problems(deployments: list[Deployment]) -> list[str]:
             gpus.setdefault(gpu, one.name)
         if "CUDA_VISIBLE_DEVICES" in one.environment:
             problems.append(f"{where}: environment sets CUDA_VISIBLE_DEVICES. Name the devices in gpus instead.")
+        for key, value in one.environment.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+                problems.append(f"{where}: environment has {key!r}, which is not a variable's name. Rename it.")
+            if re.search(r"[\n\r\0]", value):
+                problems.append(f"{where}: environment, {key}: the value has more than one line. Make it one.")
         for key in one.arguments:
             owner = OWNED.get(key.replace("_", "-"))
             if owner:
@@ -225,6 +269,7 @@ def machine_problems(deployments: list[Deployment], dry: bool) -> list[str]:
         dry: whether environments may still be missing, as in a dry run on a bare machine.
     """
     problems = []
+    ours = {installed(name)[0] for name in instances() if state(f"sglang@{name}.service") not in ("inactive", "failed")}
     for one in deployments:
         where = f"sglang_deployments, {one.name}"
         paths = {"model_path": one.model_path}
@@ -240,7 +285,7 @@ def machine_problems(deployments: list[Deployment], dry: bool) -> list[str]:
                 )
         if not dry and not python_of(one).exists():
             problems.append(f"{where}: venv {one.venv} has no Python. Apply the role uv_venv first, or correct it.")
-        if not active(one.unit) and listens(one.port):
+        if one.port not in ours and listens(one.port):
             problems.append(f"{where}: another program listens on port {one.port}. Stop it, or choose another port.")
     return problems
 
@@ -270,8 +315,8 @@ def python_of(deployment: Deployment) -> Path:
     return Path(deployment.venv).resolve() / "bin" / "python"
 
 
-def known_flags(python: Path) -> dict[str, list[str]]:
-    """Return the flags of an environment's SGLang with their choices; remembered per interpreter.
+def known_flags(python: Path, dry: bool) -> dict[str, list[str]]:
+    """Return the flags of an environment's SGLang with their choices; remembered per interpreter, unless `dry`.
 
     Raises:
         DeploymentError: its SGLang cannot be imported.
@@ -283,8 +328,8 @@ def known_flags(python: Path) -> dict[str, list[str]]:
     found = re.search(r"^FLAGS (.*)$", done.stdout, re.M)
     if done.returncode or not found:
         raise DeploymentError(f"{python} cannot import SGLang: {done.stderr.strip()[-800:]}")
-    CACHE.mkdir(parents=True, exist_ok=True)
-    write(cached, found[1], 0o644)
+    if not dry:
+        write(cached, found[1], 0o644)
     return dict(json.loads(found[1]))
 
 
@@ -300,9 +345,9 @@ def systemctl(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["systemctl", *words], capture_output=True, text=True, check=False)
 
 
-def active(unit: str) -> bool:
-    """Tell whether a unit runs."""
-    return systemctl("is-active", "--quiet", unit).returncode == 0
+def state(unit: str) -> str:
+    """Return whether a unit is active (which a server is when it is healthy), activating, inactive or failed."""
+    return str(systemctl("is-active", unit).stdout).strip()
 
 
 def text_of(path: Path) -> str:
@@ -316,13 +361,41 @@ def text_of(path: Path) -> str:
 def write(path: Path, text: str, mode: int, group: str = "") -> None:
     """Write a file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.touch(mode=0o600)
-    new.write_text(text)
-    if group:
-        shutil.chown(new, "root", group)
-    new.chmod(mode)
-    new.rename(path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    new = Path(name)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        if group:
+            shutil.chown(new, "root", group)
+        new.chmod(mode)
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Keep other runs away from the deployments of this machine.
+
+    Raises:
+        DeploymentError: one of them is still at work after LOCK_TIMEOUT_S.
+    """
+    end = time.monotonic() + LOCK_TIMEOUT_S
+    with LOCK.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise DeploymentError(
+                        f"another run has been at work on the deployments for {LOCK_TIMEOUT_S:.0f} s. Wait for its end "
+                        "and run again."
+                    ) from None
+                time.sleep(0.5)
+        yield
 
 
 class Manager:
@@ -338,11 +411,19 @@ class Manager:
 
     def wanted(self, one: Deployment) -> dict[Path, str]:
         """Return the files of a deployment."""
-        return {one.dropin: dropin_text(one, python_of(one), self.unit), one.config: config_text(one)}
+        return {
+            one.dropin: dropin_text(one, python_of(one), self.unit),
+            one.config: config_text(one),
+            one.variables: variables_text(one),
+        }
 
-    def pending(self, one: Deployment) -> Path:
-        """Return the folder with the former files of a change that has not been proved yet."""
+    def former(self, one: Deployment) -> Path:
+        """Return the folder with the former files of a change that is not over yet."""
         return CONFIGS / ".before" / one.name
+
+    def proved(self, one: Deployment) -> bool:
+        """Tell whether a change of an earlier run came to its end, up to taking the former files away."""
+        return (self.former(one) / PROVED).exists()
 
     def changed(self) -> list[Deployment]:
         """Return the deployments that differ, were left half-changed, or do not run."""
@@ -350,10 +431,11 @@ class Manager:
         for one in self.deployments:
             wanted = self.wanted(one)
             differs = any(text_of(path) != text for path, text in wanted.items())
-            if differs or text_of(UNITS / "sglang@.service") != self.unit:
+            if differs or text_of(TEMPLATE) != self.unit:
                 self.before += [f"# {path}\n{hidden(text_of(path))}" for path in wanted]
                 self.after += [f"# {path}\n{hidden(text)}" for path, text in wanted.items()]
-            if differs or self.pending(one).exists() or not active(one.unit) or not enabled(one.unit):
+            half = self.former(one).exists() and not self.proved(one)
+            if differs or half or state(one.unit) not in ("active", "activating") or not enabled(one.unit):
                 found.append(one)
         return found
 
@@ -369,7 +451,7 @@ class Manager:
         if not problems:
             for one in changed:
                 if python_of(one).exists():
-                    problems += flag_problems(one, known_flags(python_of(one)))
+                    problems += flag_problems(one, known_flags(python_of(one), self.dry))
         if problems:
             raise DeploymentError("nothing was changed:\n" + "\n".join(f"- {problem}" for problem in problems))
         return changed
@@ -378,65 +460,164 @@ class Manager:
         """Change what differs and tell whether anything did.
 
         Raises:
-            DeploymentError: a deployment did not come up; its former form runs again.
+            DeploymentError: a deployment did not come up; its former form, and what it displaced, runs again.
         """
         changed = self.check()
-        stale = sorted(set(instances()) - {one.name for one in self.deployments})
-        unit_changed = text_of(UNITS / "sglang@.service") != self.unit
+        names = {one.name for one in self.deployments}
+        stale = sorted(name for name in instances() if name not in names)
         self.restarted = [one.name for one in changed]
         self.removed = stale
+        unit_changed = text_of(TEMPLATE) != self.unit
         if not self.dry:
-            if unit_changed:
-                write(UNITS / "sglang@.service", self.unit, 0o644)
-                systemctl("daemon-reload")
+            self.wait([one for one in self.deployments if one not in changed])
+            saved = self.save(changed)
+            try:
+                self.replace(changed, stale)
+            except DeploymentError:
+                for one in saved:
+                    if self.former(one).exists() and not self.proved(one):
+                        shutil.rmtree(self.former(one))
+                raise
             for name in stale:
                 remove(name)
-            for one in changed:
-                self.change(one)
+            if unit_changed:
+                write(TEMPLATE, self.unit, 0o644)
+                systemctl("daemon-reload")
+            shutil.rmtree(CONFIGS / ".before", ignore_errors=True)
         return bool(changed or stale or unit_changed)
 
-    def change(self, one: Deployment) -> None:
-        """Bring one deployment to its definition, or back to where it was."""
-        before = self.pending(one)
-        if not before.exists():
-            partial = before.with_name(f".{one.name}")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(mode=0o700, parents=True)
-            for path in (one.dropin, one.config):
-                if path.exists():
-                    shutil.copy2(path, partial / path.name)
-            partial.rename(before)
-        self.install(one, self.wanted(one))
-        done = systemctl("restart", one.unit)
-        if done.returncode == 0:
-            systemctl("enable", one.unit)
-            shutil.rmtree(before)
-            return
-        log = journal(one.unit)
-        former = {path: text_of(before / path.name) for path in (one.dropin, one.config)}
-        if all(former.values()):
-            self.install(one, former)
-            back = systemctl("restart", one.unit)
-            outcome = "its former form runs again" if back.returncode == 0 else "its former form did not come up either"
-        else:
-            remove(one.name)
-            outcome = "it had no former form and is taken away again"
-        shutil.rmtree(before, ignore_errors=True)
-        raise DeploymentError(f"{one.unit} did not become healthy; {outcome}. Its journal ends:\n{log}")
+    def wait(self, unchanged: list[Deployment]) -> None:
+        """Wait for servers that are right and still start.
 
-    def install(self, one: Deployment, files: dict[Path, str]) -> None:
-        """Write the files of a deployment and let systemd read them."""
+        Raises:
+            DeploymentError: one of them did not become healthy.
+        """
+        for one in unchanged:
+            if state(one.unit) == "activating" and systemctl("start", one.unit).returncode:
+                raise DeploymentError(f"{one.unit} did not become healthy. Its journal ends:\n{journal(one.unit)}")
+
+    def save(self, changed: list[Deployment]) -> list[Deployment]:
+        """Keep the present files of what is going to change, unless a killed run has kept older ones.
+
+        Returns:
+            the deployments whose files it kept.
+        """
+        saved = []
+        for one in changed:
+            if self.proved(one):
+                shutil.rmtree(self.former(one))
+            if not self.former(one).exists():
+                partial = self.former(one).with_name(f".{one.name}")
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(mode=0o700, parents=True)
+                for path in (*self.wanted(one), TEMPLATE):
+                    if path.exists():
+                        shutil.copy2(path, partial / path.name)
+                partial.rename(self.former(one))
+                saved.append(one)
+        return saved
+
+    def replace(self, changed: list[Deployment], stale: list[str]) -> None:
+        """Bring deployments to their definition one by one, or back to where they were.
+
+        Raises:
+            DeploymentError: one did not come up.
+        """
+        done: list[Deployment] = []
+        waiting = [*(one.name for one in changed), *stale]
+        stopped: list[str] = []
+        for one in changed:
+            waiting.remove(one.name)
+            for name in conflicts(one.port, set(one.gpus), waiting):
+                stopped.append(name)
+                systemctl("stop", f"sglang@{name}.service")
+            self.install(one, self.wanted(one), self.unit)
+            if start(one.unit):
+                systemctl("enable", one.unit)
+                (self.former(one) / PROVED).touch()
+                done.append(one)
+                continue
+            log = journal(one.unit)
+            outcome = self.put_back(one, done)
+            for name in stopped:
+                if name in waiting:
+                    systemctl("start", f"sglang@{name}.service")
+            raise DeploymentError(f"{one.unit} did not become healthy; {outcome}. Its journal ends:\n{log}")
+
+    def put_back(self, one: Deployment, done: list[Deployment]) -> str:
+        """Bring a deployment back to its former form and say what came of it.
+
+        Args:
+            one: the deployment.
+            done: those that this run has changed before it; one that holds what its former form needs goes back too.
+        """
+        folder = self.former(one)
+        former = {path: text_of(folder / path.name) for path in self.wanted(one)}
+        unit = text_of(folder / TEMPLATE.name)
+        if not former[one.dropin]:
+            if unit and not done:
+                write(TEMPLATE, unit, 0o644)
+            remove(one.name)
+            return "it had no former form and is taken away again"
+        if all(text_of(path) == text for path, text in former.items()):
+            shutil.rmtree(folder)
+            return "its files are what they were before"
+        port, gpus = resources(former[one.dropin])
+        for other in [other for other in done if other.name in conflicts(port, gpus, [each.name for each in done])]:
+            systemctl("stop", other.unit)
+            self.put_back(other, [each for each in done if each != other])
+        self.install(one, former, self.unit if done or not unit else unit)
+        up = start(one.unit)
+        shutil.rmtree(folder)
+        return "its former form runs again" if up else "its former form did not come up either"
+
+    def install(self, one: Deployment, files: dict[Path, str], unit: str) -> None:
+        """Write the files of a deployment, and the unit that they belong to, and let systemd read them."""
+        if text_of(TEMPLATE) != unit:
+            write(TEMPLATE, unit, 0o644)
         for path, text in files.items():
             if path == one.config:
                 write(path, text, 0o640, self.user)
             else:
-                write(path, text, 0o644)
+                write(path, text, 0o600 if path == one.variables else 0o644)
         systemctl("daemon-reload")
 
 
 def hidden(text: str) -> str:
-    """Return a text for a diff, without the API key."""
-    return re.sub(r'("api-key": )"[^"]*"', r'\1"(hidden)"', text)
+    """Return a file of a deployment for a diff, without secrets."""
+    if text.startswith("{"):
+        return json.dumps(dict.fromkeys(json.loads(text), "(hidden)")) + "\n"
+    return re.sub(
+        r'(?m)^(\w+)="(.*)"$', lambda found: f"{found[1]}=(hidden)" if SECRET_NAME.search(found[1]) else found[0], text
+    )
+
+
+def start(unit: str) -> bool:
+    """Restart a unit, whatever the count of its failures, and tell whether it became healthy."""
+    systemctl("reset-failed", unit)
+    return systemctl("restart", unit).returncode == 0
+
+
+def resources(dropin: str) -> tuple[int, set[int]]:
+    """Return port and GPUs of a deployment from its drop-in; port 0 where it names none."""
+    port = re.search(r"--port (\d+)", dropin)
+    gpus = re.search(r"CUDA_VISIBLE_DEVICES=([\d,]+)", dropin)
+    return int(port[1]) if port else 0, {int(one) for one in gpus[1].split(",")} if gpus else set()
+
+
+def installed(name: str) -> tuple[int, set[int]]:
+    """Return port and GPUs of a deployment as it is installed now."""
+    return resources(text_of(UNITS / f"sglang@{name}.service.d" / "deployment.conf"))
+
+
+def conflicts(port: int, gpus: set[int], names: Iterable[str]) -> list[str]:
+    """Return those of the installed deployments that hold a port or one of some GPUs."""
+    found = []
+    for name in names:
+        its_port, its_gpus = installed(name)
+        if its_port == port or its_gpus & gpus:
+            found.append(name)
+    return found
 
 
 def enabled(unit: str) -> bool:
@@ -460,7 +641,8 @@ def remove(name: str) -> None:
     """Stop a deployment and take its files away."""
     systemctl("disable", "--now", f"sglang@{name}.service")
     shutil.rmtree(UNITS / f"sglang@{name}.service.d", ignore_errors=True)
-    (CONFIGS / f"{name}.yml").unlink(missing_ok=True)
+    for suffix in ("yml", "env"):
+        (CONFIGS / f"{name}.{suffix}").unlink(missing_ok=True)
     shutil.rmtree(CONFIGS / ".before" / name, ignore_errors=True)
     systemctl("daemon-reload")
     systemctl("reset-failed", f"sglang@{name}.service")
@@ -469,11 +651,11 @@ def remove(name: str) -> None:
 def remove_all(dry: bool) -> list[str]:
     """Take away every deployment and the unit, and return what there was."""
     names = sorted(instances())
-    left = [str(path) for path in (UNITS / "sglang@.service", CONFIGS, CACHE) if path.exists()]
+    left = [str(path) for path in (TEMPLATE, CONFIGS, CACHE) if path.exists()]
     if not dry:
         for name in names:
             remove(name)
-        (UNITS / "sglang@.service").unlink(missing_ok=True)
+        (TEMPLATE).unlink(missing_ok=True)
         for folder in (CONFIGS, CACHE):
             shutil.rmtree(folder, ignore_errors=True)
         if names or left:
@@ -508,8 +690,13 @@ def main() -> None:
         supports_check_mode=True,
     )
     values = module.params
+    dry = module.check_mode
     if values["state"] == "absent":
-        removed = remove_all(module.check_mode)
+        try:
+            with nullcontext() if dry else exclusive():
+                removed = remove_all(dry)
+        except (DeploymentError, OSError) as error:
+            module.fail_json(msg=f"SGLang on {os.uname().nodename}: {error}")
         module.exit_json(changed=bool(removed), restarted=[], removed=removed)
     deployments = []
     for one in values["deployments"]:
@@ -517,11 +704,12 @@ def main() -> None:
         fields["environment"] = {key: str(value) for key, value in one["environment"].items()}
         deployments.append(Deployment(**fields))
     checking = values["state"] == "checked"
-    manager = Manager(deployments, values["user"], values["unit"], module.check_mode)
+    manager = Manager(deployments, values["user"], values["unit"], dry)
     try:
-        changed = False if checking else manager.apply()
         if checking:
             manager.check()
+        with nullcontext() if dry or checking else exclusive():
+            changed = False if checking else manager.apply()
     except (DeploymentError, OSError) as error:
         module.fail_json(msg=f"SGLang on {os.uname().nodename}: {error}")
     diff = {"before": "".join(manager.before), "after": "".join(manager.after)}

@@ -9,7 +9,13 @@ GROUP = "sglang_servers"
 
 def test_units_files_and_user_are_gone(host: Host, variables: dict[str, Any]) -> None:
     assert host.check_output("systemctl list-units --all --no-legend 'sglang@*'") == ""
-    for path in ("/etc/sglang", "/etc/systemd/system/sglang@.service", "/usr/local/lib/sglang", "/var/lib/sglang"):
+    for path in (
+        "/etc/sglang",
+        "/etc/systemd/system/sglang@.service",
+        "/usr/local/sbin/sglang-wait-healthy",
+        "/var/cache/sglang-flags",
+        "/var/lib/sglang",
+    ):
         assert not host.file(path).exists, path
     assert not host.user(variables["sglang_user"]).exists
 

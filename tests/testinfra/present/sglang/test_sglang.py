@@ -49,6 +49,14 @@ def test_servers_run_as_their_user_from_a_release(host: Host, variables: dict[st
         assert not any("api-key" in word for word in command)
 
 
+def test_servers_have_their_environment_variables(host: Host, variables: dict[str, Any], servers: list[Server]) -> None:
+    for server, deployment in zip(servers, variables["sglang_deployments"], strict=True):
+        main = host.check_output("systemctl show -P MainPID %s", server.unit)
+        found = dict(pair.partition("=")[::2] for pair in host.file(f"/proc/{main}/environ").content_string.split("\0"))
+        wanted = {name: str(value) for name, value in deployment.get("environment", {}).items()}
+        assert {name: found.get(name) for name in wanted} == wanted
+
+
 def test_service_user_can_run_its_python(host: Host, variables: dict[str, Any]) -> None:
     python = f"{variables['sglang_venv']}/bin/python"
     user = variables["sglang_user"]
