@@ -98,3 +98,25 @@ def test_without_its_device_a_container_has_no_rules_and_cannot_start(tmp_path: 
     plan.run(dry=False)
     assert plan.errors == ["ct1: /dev/does-not-exist: not a character device on this host"]
     assert not include.exists()
+
+
+def test_a_guest_whose_folder_is_gone_is_named_and_the_others_get_their_rules(tmp_path: Path) -> None:
+    include = configure(tmp_path, [], ["/dev/null"])
+    gone = {"devices": ["/dev/null"], "include": str(tmp_path / "gone/devices.conf")}
+    (tmp_path / "guests/ct0.json").write_text(json.dumps(gone))
+    plan = tool.Plan(tmp_path)
+    plan.run(dry=False)
+    (error,) = plan.errors
+    assert error.startswith(
+        f"ct0: {tmp_path}/gone/devices.conf: No such file or directory. Where the container is gone"
+    )
+    assert include.read_text().startswith("lxc.cgroup2.devices.allow = c 1:3 rwm\n")
+
+
+def test_one_guest_can_be_chosen(tmp_path: Path) -> None:
+    include = configure(tmp_path, [], ["/dev/null"])
+    (tmp_path / "guests/ct0.json").write_text(json.dumps({"devices": ["/dev/none"], "include": str(tmp_path / "x")}))
+    plan = tool.Plan(tmp_path, "ct1")
+    plan.run(dry=False)
+    assert plan.errors == []
+    assert include.exists()

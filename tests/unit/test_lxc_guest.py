@@ -1,5 +1,8 @@
 """One definition becomes the right configuration on both back ends, and bad definitions are refused in words."""
 
+import contextlib
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,14 @@ def test_good_definition_has_no_problems() -> None:
     ("changes", "message"),
     [
         ({"name": "CT_200"}, "lxc_container_name: 'CT_200' is not a host name"),
+        ({"name": ".."}, "lxc_container_name: '..' is not a host name"),
         ({"vmid": 99}, "lxc_container_vmid: 99 is below 100"),
+        ({"memory_mib": -1}, "lxc_container_memory_mib: -1 is too small"),
+        ({"swap_mib": -1}, "lxc_container_swap_mib: -1 is too small"),
+        ({"cores": -2}, "lxc_container_cores: -2 is too small"),
+        ({"rootfs_size_gib": 0}, "lxc_container_rootfs_size_gib: 0 is too small"),
+        ({"mounts": (module.Mount("models", "/m"),)}, "lxc_container_mounts: source 'models' is not an absolute path"),
+        ({"mounts": (module.Mount("/models", "m"),)}, "lxc_container_mounts: target 'm' is not an absolute path"),
         ({"address": "192.0.2.200"}, "has no prefix length. Write it as 192.0.2.200/24."),
         ({"address": "192.0.2.300/24"}, "lxc_container_address: '192.0.2.300/24' does not appear to be"),
         ({"gateway": "198.51.100.1"}, "198.51.100.1 is not in 192.0.2.0/24"),
@@ -90,20 +100,74 @@ def test_hardware_address_is_local_and_stable() -> None:
 
 
 def test_options_for_proxmox() -> None:
-    options = module.pct_options(guest(memory_mib=4096, cores=2, nesting=True))
+    options = module.pct_options(guest(memory_mib=4096, cores=2, nesting=True), {})
     assert options == {
         "hostname": "ct200",
         "memory": "4096",
         "swap": "0",
         "cores": "2",
+        "nameserver": None,
         "onboot": "1",
         "features": "nesting=1",
-        "net0": f"name=eth0,bridge=vmbr0,hwaddr={guest().hwaddr.upper()},ip=192.0.2.200/24,type=veth,gw=192.0.2.1",
+        "net0": f"hwaddr={guest().hwaddr.upper()},name=eth0,bridge=vmbr0,ip=192.0.2.200/24,type=veth,gw=192.0.2.1",
         "dev0": "/dev/nvidia0,mode=0666",
         "dev1": "/dev/nvidia-uvm,mode=0666",
         "mp0": "/tank/models,mp=/models,ro=1",
         "mp1": "/tank/work,mp=/work",
     }
+
+
+HAND_MADE = {
+    "arch": "amd64",
+    "cores": "8",
+    "dev1": "mode=0660,/dev/nvidia-uvm",
+    "dev4": "/dev/dri/card0",
+    "features": "keyctl=1,nesting=1",
+    "hostname": "ct200",
+    "memory": "512",
+    "mp0": "local-lvm:vm-200-disk-1,mp=/data,backup=1",
+    "mp2": "/tank/models,mp=/models,backup=1",
+    "mp3": "/old,mp=/old",
+    "nameserver": "192.0.2.53",
+    "net0": "name=eth0,bridge=vmbr1,firewall=1,hwaddr=BC:24:11:AA:BB:CC,ip=192.0.2.9/24,tag=7,type=veth,gw=192.0.2.1",
+    "onboot": "1",
+    "swap": "0",
+}
+"""A container that an operator made with pct before the role came."""
+
+
+def test_adopted_container_keeps_what_the_definition_does_not_say() -> None:
+    changed, stale = module.pct_changes(HAND_MADE, module.pct_options(guest(gateway="", memory_mib=512), HAND_MADE))
+    assert changed == {
+        "dev0": "/dev/nvidia0,mode=0666",
+        "dev1": "/dev/nvidia-uvm,mode=0666",
+        "features": "keyctl=1",
+        "mp1": "/tank/work,mp=/work",
+        "mp2": "/tank/models,mp=/models,backup=1,ro=1",
+        "net0": "hwaddr=BC:24:11:AA:BB:CC,name=eth0,bridge=vmbr0,firewall=1,ip=192.0.2.200/24,tag=7,type=veth",
+    }
+    assert stale == ["cores", "dev4", "mp3", "nameserver"]
+
+
+def test_adopted_container_is_settled_after_its_changes() -> None:
+    definition = guest(memory_mib=512, nameservers=("192.0.2.53",), cores=8)
+    changed, stale = module.pct_changes(HAND_MADE, module.pct_options(definition, HAND_MADE))
+    after = {key: value for key, value in (HAND_MADE | changed).items() if key not in stale}
+    assert module.pct_changes(after, module.pct_options(definition, after)) == ({}, [])
+
+
+def test_limits_that_are_unset_go_away_on_proxmox() -> None:
+    before = {
+        key: str(value) for key, value in module.pct_options(guest(cores=4, memory_mib=4096), {}).items() if value
+    }
+    changed, stale = module.pct_changes(before, module.pct_options(guest(), before))
+    assert changed == {"memory": str(module.host_memory_mib())}
+    assert stale == ["cores"]
+
+
+def test_mount_in_the_place_of_a_volume_is_refused() -> None:
+    (problem,) = module.volume_problems(guest(mounts=(module.Mount("/tank", "/data"),)), HAND_MADE)
+    assert problem.startswith("lxc_container_mounts: /data is the volume local-lvm:vm-200-disk-1 of ct200")
 
 
 PVE = """#comment of an operator
@@ -131,25 +195,24 @@ def test_only_the_main_section_and_what_is_pending_count() -> None:
     assert options["memory"] == "4096"
 
 
-def test_changes_leave_alone_what_the_role_does_not_own() -> None:
-    current = {"arch": "amd64", "dev0": "/dev/nvidia0,mode=0666", "dev2": "/dev/nvidia7,mode=0666", "tags": "gpu"}
-    changed, stale = module.pct_changes(current, {"dev0": "/dev/nvidia0,mode=0666", "onboot": "1"})
-    assert changed == {"onboot": "1"}
-    assert stale == ["dev2"]
-
-
 def test_order_of_parts_makes_no_difference() -> None:
     assert module.normal("name=eth0,bridge=vmbr0") == module.normal("bridge=vmbr0,name=eth0")
     assert module.normal("/dev/a,mode=0666") != module.normal("/dev/b,mode=0666")
+    assert module.normal("volume=/a,mp=/b,ro=0") == module.normal("/a,mp=/b")
 
 
-def test_raw_device_lines_go_and_all_else_stays() -> None:
-    cleaned = module.without_raw_devices(PVE)
-    assert "devices.allow" not in cleaned
-    assert "lxc.mount.entry" not in cleaned
-    assert "lxc.apparmor.profile: unconfined" in cleaned
-    assert cleaned.endswith("[before-upgrade]\nhostname: old\nmemory: 512\n")
-    assert module.without_raw_devices(cleaned) == cleaned
+def test_raw_lines_about_gpus_are_found_in_the_main_section_and_no_others() -> None:
+    text = PVE.replace("onboot: 1", "lxc.cgroup2.devices.allow: c 10:200 rwm\nlxc.cgroup.devices.allow: c 508:0 rwm")
+    assert module.raw_device_lines(text + "lxc.cgroup2.devices.allow: c 195:* rwm\n", {195, 508}) == [
+        "lxc.cgroup2.devices.allow: c 195:* rwm",
+        "lxc.mount.entry: /dev/nvidia0 dev/nvidia0 none bind,optional,create=file",
+        "lxc.cgroup.devices.allow: c 508:0 rwm",
+    ]
+
+
+def test_majors_of_gpus_are_nvidias_and_those_of_the_devices() -> None:
+    devices = "Character devices:\n  1 mem\n195 nvidia\n508 nvidia-uvm\n\nBlock devices:\n259 nvidia-no\n"
+    assert module.gpu_majors(["/dev/null", "/dev/none"], devices) == {1, 195, 508}
 
 
 def test_only_what_shapes_a_running_container_asks_for_a_restart() -> None:
@@ -185,7 +248,7 @@ def plain(tmp_path: Path) -> Any:
     ("changes", "message"),
     [
         ({"vmid": 201}, "lxc_container_vmid: 201 is used by ct201 on this host. Choose a free one."),
-        ({"vmid": 300}, "lxc_container_name: a container ct200 exists and has vmid 200. Rename one of the two."),
+        ({"vmid": 300}, "and has vmid 200, not 300. Correct the name or the vmid, or rename that container."),
         ({"address": "192.0.2.201/24"}, "lxc_container_address: 192.0.2.201/24 is ct201's on this host."),
         ({"privileged": True}, "lxc_container_privileged: True, but ct200 was made with False"),
         ({"devices": ("/dev/nvidia9",)}, "lxc_container_devices: /dev/nvidia9 is not a character device on this host"),
@@ -198,3 +261,190 @@ def test_conflicts_on_the_host_are_named(plain: Path, changes: dict[str, Any], m
     definition = guest(**{"devices": (), "mounts": (), "bridge": "", **changes})
     problems = module.Lxc(definition, True, plain).problems()
     assert [problem for problem in problems if message in problem], problems
+
+
+class Fake:
+    """Programs of a host: what was run, and which container runs; a start fails while `broken` is in its file."""
+
+    def __init__(self, config: Path) -> None:
+        """Let the container have this configuration file."""
+        self.config = config
+        self.calls: list[str] = []
+        self.running = False
+
+    def set(self, options: dict[str, str]) -> None:
+        """Set options in the main section, or for the next start while it runs."""
+        if self.running:
+            lines = "".join(f"{key}: {value}\n" for key, value in options.items())
+            self.config.write_text(f"{self.config.read_text()}\n{module.PENDING}\n{lines}")
+            return
+        text = self.config.read_text()
+        for key, value in options.items():
+            text = re.sub(rf"(?m)^{key}: .*$", f"{key}: {value}", text)
+        self.config.write_text(text)
+
+    def start(self) -> None:
+        """Start it with what is set."""
+        text, _, pending = self.config.read_text().partition(f"\n{module.PENDING}\n")
+        self.config.write_text(text)
+        self.set(dict(line.split(": ", 1) for line in pending.splitlines()))
+        if "broken" in self.config.read_text():
+            raise module.GuestError("the container did not start")
+        (self.config.parent / "started").write_text(self.config.read_text())
+        self.running = True
+
+    def run(self, argv: list[str], check: bool = True) -> Any:
+        """Do what the program would do."""
+        assert check or argv[0] in ("lxc-info", "ip")
+        self.calls.append(" ".join(argv))
+        output = ""
+        if argv[0] == "lxc-info":
+            output = "1" if "-pH" in argv else "RUNNING" if self.running else "STOPPED"
+        elif argv[:2] == ["pct", "status"]:
+            output = "status: running" if self.running else "status: stopped"
+        elif argv[0] == "lxc-start" or argv[:2] == ["pct", "start"]:
+            self.start()
+        elif argv[0] == "lxc-stop" or argv[:2] == ["pct", "shutdown"]:
+            self.running = False
+        elif argv[:2] == ["pct", "set"]:
+            self.set({key.removeprefix("--"): value for key, value in zip(argv[3::2], argv[4::2], strict=True)})
+        return subprocess.CompletedProcess(argv, 0, output, "")
+
+
+@pytest.fixture(params=["lxc", "pct"])
+def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host with the container ct200, and a way to name a definition of its back end."""
+    monkeypatch.setattr(module, "GUESTS", tmp_path / "guests")
+    monkeypatch.setattr(module, "FORMER", tmp_path / "former")
+    monkeypatch.setattr(module, "PVE_CONFIG", tmp_path / "pve")
+    monkeypatch.setattr(module.Backend, "problems", lambda self: self.owner_problems())
+    monkeypatch.setattr(module.Backend, "host_keys", lambda _: [])
+    plain = {"devices": (), "mounts": ()}
+
+    def backend(**changes: Any) -> Any:
+        definition = guest(**plain | changes)
+        made = module.Pct(definition, False) if request.param == "pct" else module.Lxc(definition, False, tmp_path)
+        monkeypatch.setattr(module, "run", fake.run)
+        monkeypatch.setattr(module, "exclusive", lambda _: contextlib.nullcontext())
+        return made
+
+    config = tmp_path / "pve/200.conf" if request.param == "pct" else tmp_path / "ct200/config"
+    fake = Fake(config)
+    (tmp_path / "ct200/rootfs").mkdir(parents=True)
+    (tmp_path / "ct200/started").touch()
+    config.parent.mkdir(exist_ok=True)
+    if request.param == "pct":
+        options = {"unprivileged": "1", **module.pct_options(guest(**plain), {})}
+        config.write_text("".join(f"{key}: {value}\n" for key, value in options.items() if value is not None))
+    else:
+        config.write_text(module.lxc_config(guest(**plain), tmp_path / "ct200"))
+    return backend, fake
+
+
+@pytest.mark.parametrize("state", ["checked", "present", "started", "restarted", "stopped", "absent"])
+@pytest.mark.parametrize(
+    "changes", [{"name": ".."}, {"name": ""}, {"name": "../ct200"}, {"vmid": 5}], ids=["dots", "empty", "path", "vmid"]
+)
+def test_name_and_number_are_checked_in_every_state(host: Any, state: str, changes: dict[str, Any]) -> None:
+    backend, fake = host
+    with pytest.raises(module.GuestError, match="nothing was changed:\n- lxc_container_"):
+        module.converge(backend(**changes), state)
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("state", ["checked", "present", "started", "restarted", "stopped", "absent"])
+def test_container_of_another_maker_is_never_touched(host: Any, state: str) -> None:
+    backend, fake = host
+    text = fake.config.read_text().replace(module.MARK, "# Mine.").replace("hostname: ct200", "hostname: mine")
+    fake.config.write_text(text)
+    fake.running = True
+    with pytest.raises(module.GuestError, match=r"was not made by this role|is used by mine on this host"):
+        module.converge(backend(), state)
+    assert fake.running
+    assert fake.config.read_text() == text
+
+
+def test_container_that_does_not_start_with_a_new_configuration_runs_with_the_former(host: Any) -> None:
+    backend, fake = host
+    module.converge(backend(), "started")
+    before = fake.config.read_text()
+    module.converge(backend(bridge="broken"), "present")
+    assert fake.config.read_text() != before
+    with pytest.raises(module.GuestError, match="it runs with its former configuration again"):
+        module.converge(backend(bridge="broken"), "restarted")
+    assert fake.running
+    assert fake.config.read_text() == before
+    assert backend().former() == {}
+
+
+def test_new_configuration_that_starts_is_the_next_way_back(host: Any) -> None:
+    backend, fake = host
+    module.converge(backend(), "started")
+    module.converge(backend(bridge="vmbr1"), "present")
+    assert backend().former()
+    module.converge(backend(bridge="vmbr1"), "restarted")
+    assert backend().former() == {}
+    assert "vmbr1" in fake.config.read_text()
+
+
+def test_raw_lines_go_after_the_options_are_set_and_ask_for_a_restart_until_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(tmp_path / "200.conf")
+    monkeypatch.setattr(module, "run", fake.run)
+    monkeypatch.setattr(module, "PVE_CONFIG", tmp_path)
+    monkeypatch.setattr(module, "FORMER", tmp_path / "former")
+    monkeypatch.setattr(module, "exclusive", lambda _: contextlib.nullcontext())
+    fake.config.write_text("hostname: ct200\nlxc.cgroup2.devices.allow: c 195:* rwm\n\n[old]\nhostname: x\n")
+    fake.running = True
+    backend = module.Pct(guest(devices=(), mounts=()), False)
+    assert backend.configure()
+    assert "-lxc.cgroup2" not in backend.after
+    assert "lxc.cgroup2.devices.allow: c 195:* rwm\n" in backend.before
+    text = fake.config.read_text()
+    assert "lxc.cgroup2" not in text
+    assert text.startswith("hostname: ct200\n\n[old]\nhostname: x\n")
+    assert module.Pct(guest(devices=(), mounts=()), False).stale()
+    backend.proved()
+    assert not backend.stale()
+
+
+def test_partial_container_of_this_role_can_be_removed_and_another_folder_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GUESTS", tmp_path / "guests")
+    fake = Fake(tmp_path / "ct200/config")
+    monkeypatch.setattr(module, "run", fake.run)
+    (tmp_path / "ct200/rootfs.partial").mkdir(parents=True)
+    backend = module.Lxc(guest(), False, tmp_path)
+    with pytest.raises(module.GuestError, match="was not made by this role"):
+        module.converge(backend, "absent")
+    fake.config.write_text(f"{module.MARK}\n# vmid: 200\n")
+    assert module.converge(backend, "absent")["changed"]
+    assert not (tmp_path / "ct200").exists()
+    assert not module.converge(backend, "absent")["changed"]
+
+
+def test_rules_of_a_container_whose_folder_is_gone_can_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GUESTS", tmp_path)
+    (tmp_path / "ct200.json").write_text("{}")
+    assert module.converge(module.Lxc(guest(), False, tmp_path / "lxc"), "absent")["changed"]
+    assert not (tmp_path / "ct200.json").exists()
+
+
+def test_dry_run_makes_no_host_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = Fake(tmp_path / "config")
+    monkeypatch.setattr(module, "run", fake.run)
+    module.Lxc(guest(), True, tmp_path).host_keys()
+    assert not [call for call in fake.calls if "ssh-keygen" in call]
+    module.Lxc(guest(), False, tmp_path).host_keys()
+    assert [call for call in fake.calls if "ssh-keygen -A" in call]
+
+
+def test_another_run_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    refused = pytest.raises(module.GuestError, match="another run has been at work")
+    with module.exclusive(tmp_path / "lock"), refused, module.exclusive(tmp_path / "lock"):
+        pass

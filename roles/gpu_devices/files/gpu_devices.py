@@ -10,6 +10,7 @@ Configuration (JSON):
 """
 
 import argparse
+import fcntl
 import json
 import os
 import stat
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG = Path("/etc/gpu-devices")
+LOCK = Path("/run/lock/gpu-devices")
 POLL_S = 0.5
 
 
@@ -108,13 +110,14 @@ def rules(devices: list[str]) -> str:
 class Plan:
     """What differs from the configuration, and the steps that mend it."""
 
-    def __init__(self, config: Path) -> None:
-        """Read the configuration below `config`."""
+    def __init__(self, config: Path, guest: str | None = None) -> None:
+        """Read the configuration below `config`; of the guests only `guest`, where it is given."""
         nodes = config / "nodes.json"
         loaded = json.loads(nodes.read_text()) if nodes.exists() else {}
         self.nodes: list[dict[str, object]] = loaded.get("nodes", [])
         self.wait_s: float = loaded.get("wait_s", 0)
-        self.guests = {file.stem: json.loads(file.read_text()) for file in sorted((config / "guests").glob("*.json"))}
+        files = sorted((config / "guests").glob(f"{guest or '*'}.json"))
+        self.guests = {file.stem: json.loads(file.read_text()) for file in files}
         self.changes: list[str] = []
         self.errors: list[str] = []
 
@@ -149,7 +152,13 @@ class Plan:
             except DeviceError as error:
                 self.errors.append(f"{name}: {error}")
                 wanted = None
-            self._write(name, include, wanted, dry)
+            try:
+                self._write(name, include, wanted, dry)
+            except OSError as error:
+                self.errors.append(
+                    f"{name}: {include}: {error.strerror}. Where the container is gone for good, remove it with its "
+                    "role (lxc_container_state: absent)"
+                )
 
     def _write(self, name: str, include: Path, wanted: str | None, dry: bool) -> None:
         """Write a guest's rules; without rules the file goes, so that the container cannot start half-equipped."""
@@ -172,9 +181,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, only say what would change")
     parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--guest", help="leave the rules of all other guests alone")
     args = parser.parse_args()
-    plan = Plan(args.config)
-    plan.run(dry=args.check)
+    with open(os.devnull if args.check else LOCK, "w") as lock:  # noqa: PTH123
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        plan = Plan(args.config, args.guest)
+        plan.run(dry=args.check)
     json.dump({"changes": plan.changes, "errors": plan.errors}, sys.stdout, indent=1)
     print()
     if plan.errors:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import ipaddress
 import json
@@ -13,8 +14,9 @@ import shutil
 import socket
 import stat
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ description:
   - Creates, configures, starts, restarts, stops and removes a container. All problems of a definition are found before
     anything is changed and reported together, each with variable, value and remedy.
   - An existing container is only touched where it differs. The return value C(restart_required) says that a running
-    container still has the old configuration.
+    container still has the old configuration. Where it does not start with the new one, the former is put back and
+    started.
+  - A container of another maker that happens to have the name or number is never touched, in no state.
 options:
   backend: {type: str, required: true, choices: [lxc, pct], description: What manages containers on the host.}
   state:
@@ -89,6 +93,7 @@ EXAMPLES = r"""
 RETURN = r"""
 restart_required: {type: bool, returned: always, description: A running container still has the old configuration.}
 exists: {type: bool, returned: always, description: Whether the container exists now.}
+settled: {type: bool, returned: when present, description: Whether it runs with this very configuration.}
 host_keys: {type: list, elements: str, returned: when it runs, description: Public SSH host keys of the container.}
 """
 
@@ -100,7 +105,9 @@ ID_MAP_SIZE = 65536
 MARK = "# Managed by the Ansible role lxc_container."
 STOP_TIMEOUT_S = 60
 PENDING = "[pve:pending]"
-RAW_DEVICE_LINE = re.compile(r"^lxc\.(cgroup2?\.devices\.|mount\.entry:\s*/dev/nvidia)")
+NVIDIA_MAJOR = 195
+FORMER = Path("/var/lib/lxc-guest")
+LOCK_TIMEOUT_S = 300.0
 
 
 class GuestError(Exception):
@@ -206,36 +213,96 @@ def lxc_config(guest: Guest, folder: Path) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def pct_options(guest: Guest) -> dict[str, str]:
-    """Return the options of `pct set` that this definition owns."""
-    options = {
+def parts(value: str) -> dict[str, str]:
+    """Return the k=v parts of an option of Proxmox VE; its first part may have no name, which is "" here."""
+    pairs = (part.strip().partition("=") for part in value.split(",") if part.strip())
+    return {key if mark else "": rest if mark else key for key, mark, rest in pairs}
+
+
+def joined(values: dict[str, str]) -> str:
+    """Return an option of Proxmox VE from its parts."""
+    pairs = sorted(values.items(), key=lambda pair: pair[0] != "")
+    return ",".join(f"{key}={value}" if key else value for key, value in pairs)
+
+
+def pct_options(guest: Guest, current: dict[str, str]) -> dict[str, str | None]:
+    """Return the options that this definition owns, None for those that are to be away.
+
+    What it says nothing about stays: parts of net0 and features, volumes, hardware addresses.
+
+    Args:
+        guest: the definition.
+        current: the options that the container has now.
+    """
+    net = {"hwaddr": guest.hwaddr.upper(), **parts(current.get("net0", ""))}
+    net |= {"name": "eth0", "bridge": guest.bridge, "ip": guest.address, "type": "veth", "gw": guest.gateway}
+    features = parts(current.get("features", "")) | {"nesting": str(int(guest.nesting))}
+    options: dict[str, str | None] = {
         "hostname": guest.name,
-        "memory": str(guest.memory_mib or 0),
+        "memory": str(guest.memory_mib or host_memory_mib()),
         "swap": str(guest.swap_mib),
+        "cores": str(guest.cores) if guest.cores else None,
+        "nameserver": " ".join(guest.nameservers) or None,
         "onboot": str(int(guest.autostart)),
-        "features": f"nesting={int(guest.nesting)}",
-        "net0": f"name=eth0,bridge={guest.bridge},hwaddr={guest.hwaddr.upper()},ip={guest.address},type=veth"
-        + (f",gw={guest.gateway}" if guest.gateway else ""),
+        "features": joined({key: value for key, value in features.items() if value != "0"}) or None,
+        "net0": joined({key: value for key, value in net.items() if value}),
     }
-    if not guest.memory_mib:
-        del options["memory"]
-    if guest.cores:
-        options["cores"] = str(guest.cores)
-    if guest.nameservers:
-        options["nameserver"] = " ".join(guest.nameservers)
-    for index, device in enumerate(guest.devices):
-        options[f"dev{index}"] = f"{device},mode=0666"
-    for index, mount in enumerate(guest.mounts):
-        options[f"mp{index}"] = f"{mount.source},mp={mount.target}" + (",ro=1" if mount.read_only else "")
+    options |= numbered("dev", current, {device: {"": device, "mode": "0666"} for device in guest.devices}, "")
+    mounts = {
+        mount.target: {"": mount.source, "mp": mount.target, "ro": str(int(mount.read_only))} for mount in guest.mounts
+    }
+    options |= numbered("mp", current, mounts, "mp")
     return options
 
 
-def normal(value: str) -> tuple[str, ...]:
-    """Return an option's value so that two spellings of the same thing compare equal (order of k=v parts)."""
-    first, *rest = value.split(",")
-    parts = [first, *rest] if "=" in first else rest
-    head = () if "=" in first else (first.strip(),)
-    return (*head, *sorted(part.strip() for part in parts))
+def numbered(
+    kind: str, current: dict[str, str], wanted: dict[str, dict[str, str]], identity: str
+) -> dict[str, str | None]:
+    """Return options such as dev0 or mp1: an entry keeps its number and what the definition does not say.
+
+    Args:
+        kind: "dev" or "mp".
+        current: the options that the container has now.
+        wanted: parts of each wanted entry by its identity.
+        identity: the part that says which entry is which.
+    """
+    present = {key: parts(value) for key, value in current.items() if re.fullmatch(rf"{kind}\d+", key)}
+    named = {key: {"" if name in ("path", "volume") else name: value for name, value in one.items()}
+             for key, one in present.items()}  # fmt: skip
+    options: dict[str, str | None] = {}
+    left = dict(wanted)
+    for key, one in sorted(named.items()):
+        entry = left.pop(one.get(identity, ""), None)
+        if entry is not None:
+            options[key] = joined({name: value for name, value in (one | entry).items() if value != "0"})
+        elif one.get("", "").startswith("/"):
+            options[key] = None
+    free = (f"{kind}{index}" for index in range(256) if f"{kind}{index}" not in named)
+    for entry in left.values():
+        options[next(free)] = joined({name: value for name, value in entry.items() if value != "0"})
+    return options
+
+
+def volume_problems(guest: Guest, current: dict[str, str]) -> list[str]:
+    """Return which mounts would take the place of a volume that the container has."""
+    volumes = {}
+    for key, value in current.items():
+        one = parts(value)
+        source = one.get("") or one.get("volume", "")
+        if re.fullmatch(r"mp\d+", key) and not source.startswith("/"):
+            volumes[one.get("mp", "")] = source
+    return [
+        f"lxc_container_mounts: {mount.target} is the volume {volumes[mount.target]} of {guest.name}. Choose another "
+        "target, or detach the volume first."
+        for mount in guest.mounts
+        if mount.target in volumes
+    ]
+
+
+def normal(value: str) -> tuple[tuple[str, str], ...]:
+    """Return an option's value so that two spellings of the same thing compare equal."""
+    named = {"" if key in ("path", "volume") else key: part for key, part in parts(value).items()}
+    return tuple(sorted((key, part) for key, part in named.items() if part != "0"))
 
 
 def main_section(text: str) -> dict[str, str]:
@@ -252,34 +319,73 @@ def main_section(text: str) -> dict[str, str]:
     return options
 
 
-def pct_changes(current: dict[str, str], wanted: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return what `pct set` has to set and to delete. Only devN and mpN that we no longer want are deleted."""
-    changed = {key: value for key, value in wanted.items() if normal(current.get(key, "")) != normal(value)}
-    stale = sorted(key for key in current if re.fullmatch(r"(dev|mp)\d+", key) and key not in wanted)
+def pct_changes(current: dict[str, str], wanted: dict[str, str | None]) -> tuple[dict[str, str], list[str]]:
+    """Return what `pct set` has to set and to delete."""
+    changed = {}
+    for key, value in wanted.items():
+        if value is not None and (key not in current or normal(current[key]) != normal(value)):
+            changed[key] = value
+    stale = sorted(key for key, value in wanted.items() if value is None and normal(current.get(key, "")))
     return changed, stale
 
 
-def without_raw_devices(text: str) -> str:
-    """Return a Proxmox container file without hand-written device lines in its main section.
+def raw_device_lines(text: str, majors: set[int]) -> list[str]:
+    """Return the hand-written lines about GPUs in the main section of a Proxmox container file.
 
-    Such lines have fixed majors, and lxc.cgroup.devices is ignored on cgroup2; devN entries take their place.
+    Such lines have fixed numbers, and lxc.cgroup.devices is ignored on cgroup2; devN entries take their place.
+
+    Args:
+        text: the file.
+        majors: majors of GPU devices.
     """
-    head, mark, snapshots = text.partition("\n[")
-    kept = [line for line in head.splitlines() if not RAW_DEVICE_LINE.match(line)]
-    return (
-        "\n".join(kept)
-        + ("\n" if text.endswith("\n") or mark else "")
-        + (mark.lstrip("\n") + snapshots if mark else "")
-    )
+    rule = re.compile(r"lxc\.cgroup2?\.devices\.(?:allow|deny)\s*[:=]\s*c\s+(\d+):")
+    found = []
+    for line in text.partition("\n[")[0].splitlines():
+        numbers = rule.match(line)
+        if re.match(r"lxc\.mount\.entry\s*[:=]\s*/dev/nvidia", line) or (numbers and int(numbers[1]) in majors):
+            found.append(line)
+    return found
+
+
+def gpu_majors(devices: Iterable[str], proc_devices: str) -> set[int]:
+    """Return the majors of NVIDIA's drivers and of some device nodes.
+
+    Args:
+        devices: device nodes of this host.
+        proc_devices: text of /proc/devices.
+    """
+    drivers = re.findall(r"^\s*(\d+) nvidia", proc_devices.partition("Block devices:")[0], re.M)
+    nodes = (os.major(Path(device).stat().st_rdev) for device in devices if is_device(device))
+    return {NVIDIA_MAJOR, *map(int, drivers), *nodes}
+
+
+def name_problems(guest: Guest) -> list[str]:
+    """Return what is wrong with name and number, without which nothing is looked up or touched."""
+    problems = []
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", guest.name):
+        problems.append(
+            f"lxc_container_name: {guest.name!r} is not a host name. Make it of small letters, digits and hyphens."
+        )
+    if guest.vmid < 100:
+        problems.append(f"lxc_container_vmid: {guest.vmid} is below 100, which Proxmox VE reserves. Choose a free one.")
+    return problems
 
 
 def definition_problems(guest: Guest) -> list[str]:
     """Return what is wrong with a definition by itself."""
-    problems = []
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", guest.name):
-        problems.append(f"lxc_container_name: {guest.name!r} is not a host name (letters, digits, hyphens).")
-    if guest.vmid < 100:
-        problems.append(f"lxc_container_vmid: {guest.vmid} is below 100, which Proxmox VE reserves. Choose a free one.")
+    problems = name_problems(guest)
+    for variable, value in (
+        ("memory_mib", guest.memory_mib),
+        ("swap_mib", guest.swap_mib),
+        ("cores", guest.cores),
+        ("rootfs_size_gib", guest.rootfs_size_gib - 1),
+    ):
+        if value < 0:
+            problems.append(f"lxc_container_{variable}: {getattr(guest, variable)} is too small. Give a larger number.")
+    for mount in guest.mounts:
+        for end, path in (("source", mount.source), ("target", mount.target)):
+            if not path.startswith("/"):
+                problems.append(f"lxc_container_mounts: {end} {path!r} is not an absolute path. Write it from / on.")
     try:
         interface = ipaddress.ip_interface(guest.address)
         if "/" not in guest.address:
@@ -356,10 +462,45 @@ def readable_text(path: Path) -> str:
 
 def write(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file in one step."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text)
-    new.chmod(mode)
-    new.rename(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    new = Path(name)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        new.chmod(mode)
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def host_memory_mib() -> int:
+    """Return the memory of this host in MiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock file.
+
+    Raises:
+        GuestError: another run still holds it after LOCK_TIMEOUT_S.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + LOCK_TIMEOUT_S
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise GuestError(
+                        f"another run has been at work for {LOCK_TIMEOUT_S:.0f} s ({path}). Wait for its end."
+                    ) from None
+                time.sleep(0.2)
+        yield
 
 
 class Backend:
@@ -372,9 +513,13 @@ class Backend:
         self.before = ""
         self.after = ""
 
+    def owner_problems(self) -> list[str]:
+        """Return why what is there under this name or number is not this container."""
+        raise NotImplementedError
+
     def problems(self) -> list[str]:
         """Return all that stands in the way of the definition on this host."""
-        guest, found = self.guest, definition_problems(self.guest)
+        guest, found = self.guest, definition_problems(self.guest) + self.owner_problems()
         if guest.bridge and not Path("/sys/class/net", guest.bridge, "bridge").exists():
             bridges = sorted(folder.parent.name for folder in Path("/sys/class/net").glob("*/bridge"))
             found.append(f"lxc_container_bridge: {guest.bridge!r} is not a bridge of this host; it has {bridges}.")
@@ -389,9 +534,10 @@ class Backend:
                 found.append(
                     f"lxc_container_mounts: {mount.source} does not exist on this host. Make it, or take it out."
                 )
-        memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-        if guest.memory_mib > memory_mib:
-            found.append(f"lxc_container_memory_mib: {guest.memory_mib} is more than the host's {memory_mib}.")
+        if guest.memory_mib > host_memory_mib():
+            found.append(
+                f"lxc_container_memory_mib: {guest.memory_mib} is more than the host's {host_memory_mib()}. Lower it."
+            )
         for other, ip in self.others():
             if guest.ip and ip == guest.ip:
                 found.append(f"lxc_container_address: {guest.address} is {other}'s on this host. Choose a free one.")
@@ -442,9 +588,26 @@ class Backend:
         """Tell whether it has run since before its configuration changed."""
         raise NotImplementedError
 
+    def partial(self) -> bool:
+        """Tell whether something of it is there, but not the whole container."""
+        return False
+
+    def former(self) -> dict[Path, str]:
+        """Return the configuration files that it last started with, empty where they are the present ones."""
+        raise NotImplementedError
+
+    def proved(self) -> None:
+        """Note that it runs with the present configuration."""
+        raise NotImplementedError
+
+    def put_back(self, files: dict[Path, str]) -> None:
+        """Write a former configuration."""
+        raise NotImplementedError
+
     def host_keys(self) -> list[str]:
         """Return its public SSH host keys, making them where the template has none."""
-        self.execute(["ssh-keygen", "-A"])
+        if not self.dry:
+            self.execute(["ssh-keygen", "-A"])
         text = self.execute(["sh", "-c", "cat /etc/ssh/ssh_host_*_key.pub"])
         return [" ".join(line.split()[:2]) for line in text.splitlines() if line.strip()]
 
@@ -485,6 +648,61 @@ class Lxc(Backend):
         self.folder = lxcpath / guest.name
         self.config = self.folder / "config"
         self.devices = GUESTS / f"{guest.name}.json"
+        self.kept = self.folder / "former"
+
+    def owner_problems(self) -> list[str]:
+        """Return why what is there under this name is not this container."""
+        name, config = self.guest.name, readable_text(self.config)
+        vmid = re.search(rf"^{re.escape(MARK)}\n# vmid: (\d+)$", config, re.M)
+        if vmid is not None:
+            ours, owner = int(vmid[1]) == self.guest.vmid, f"has vmid {vmid[1]}"
+        else:
+            ours = not self.folder.is_dir() or not any(self.folder.iterdir())
+            owner = "was not made by this role"
+        if ours:
+            return []
+        return [
+            f"lxc_container_name: a container {name} exists in {self.lxcpath} and {owner}, not {self.guest.vmid}. "
+            "Correct the name or the vmid, or rename that container."
+        ]
+
+    def partial(self) -> bool:
+        """Tell whether something of it is there, but not the whole container."""
+        return not self.exists() and (self.folder.exists() or self.devices.exists())
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that make up its configuration."""
+        return (self.config, self.devices)
+
+    def keep(self) -> None:
+        """Keep the configuration that it last started with, until it has started with another."""
+        if not self.kept.exists() and (self.folder / "started").exists():
+            write(self.kept, json.dumps({str(path): readable_text(path) for path in self.files()}), 0o600)
+
+    def former(self) -> dict[Path, str]:
+        """Return the configuration files that it last started with, empty where they are the present ones."""
+        kept = {Path(path): text for path, text in json.loads(readable_text(self.kept) or "{}").items()}
+        return {} if all(readable_text(path) == text for path, text in kept.items()) else kept
+
+    def proved(self) -> None:
+        """Note that it runs with the present configuration."""
+        self.kept.unlink(missing_ok=True)
+
+    def put_back(self, files: dict[Path, str]) -> None:
+        """Write a former configuration."""
+        for path, text in files.items():
+            if text:
+                write(path, text)
+            else:
+                path.unlink(missing_ok=True)
+        self._make_rules()
+
+    def _make_rules(self) -> bool:
+        """Let gpu-devices write the rules of its devices and tell whether they changed."""
+        if not self.devices.exists():
+            return False
+        done = run(["/usr/local/sbin/gpu-devices", "--guest", self.guest.name])
+        return any(change.startswith(f"{self.guest.name}: ") for change in json.loads(done.stdout)["changes"])
 
     def problems(self) -> list[str]:
         """Return all that stands in the way of the definition on this host."""
@@ -493,10 +711,6 @@ class Lxc(Backend):
             found.append(
                 f"lxc_container_template: {guest.template} is not a file on this host. Download it there first."
             )
-        vmid = re.search(r"^# vmid: (\d+)$", readable_text(self.config), re.M)
-        if self.exists() and (vmid is None or int(vmid[1]) != guest.vmid):
-            owner = f"has vmid {vmid[1]}" if vmid else "was not made by this role"
-            found.append(f"lxc_container_name: a container {guest.name} exists and {owner}. Rename one of the two.")
         if self.exists():
             found += privilege_problems(guest, "\nlxc.idmap" not in self.config.read_text())
         for config in self.lxcpath.glob("*/config"):
@@ -544,6 +758,8 @@ class Lxc(Backend):
         owner = 0 if guest.privileged else ID_MAP_START
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         self.folder.chmod(0o711)
+        if not self.config.exists():
+            write(self.config, f"{MARK}\n# vmid: {guest.vmid}\n")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         os.chown(partial, owner, owner)
@@ -581,6 +797,7 @@ class Lxc(Backend):
         self.after = wanted + wanted_devices
         changed = self.before != self.after
         if changed and not self.dry:
+            self.keep()
             if wanted_devices:
                 write(self.devices, wanted_devices)
             else:
@@ -588,8 +805,8 @@ class Lxc(Backend):
                 (self.folder / "devices.conf").unlink(missing_ok=True)
             if readable_text(self.config) != wanted:
                 write(self.config, wanted)
-        if guest.devices and not self.dry:
-            changed |= bool(json.loads(run(["/usr/local/sbin/gpu-devices"]).stdout)["changes"])
+        if not self.dry:
+            changed |= self._make_rules()
         return changed
 
     def _map_ids(self) -> None:
@@ -603,7 +820,7 @@ class Lxc(Backend):
 
     def stale(self) -> bool:
         """Tell whether it has run since before its configuration changed."""
-        now = "".join(file.read_text() for file in sorted(self.folder.glob("*conf*")))
+        now = "".join(file.read_text() for file in sorted(self.folder.glob("[!.]*conf*")))
         return effective_lines(now) != effective_lines(readable_text(self.folder / "started"))
 
     def start(self) -> None:
@@ -623,8 +840,11 @@ class Lxc(Backend):
     def destroy(self) -> None:
         """Remove it with its data."""
         self.devices.unlink(missing_ok=True)
-        self.config.unlink(missing_ok=True)
-        shutil.rmtree(self.folder)
+        if self.folder.exists():
+            for one in self.folder.iterdir():
+                if one != self.config:
+                    shutil.rmtree(one) if one.is_dir() else one.unlink()
+            shutil.rmtree(self.folder)
 
     def execute(self, argv: list[str]) -> str:
         """Run a program in it and return what it prints."""
@@ -640,23 +860,33 @@ class Pct(Backend):
         super().__init__(guest, dry)
         self.id = str(guest.vmid)
         self.config = PVE_CONFIG / f"{guest.vmid}.conf"
-        self.raw_removed = False
+        self.kept = FORMER / f"{guest.vmid}.conf"
+        self.outdated = FORMER / f"{guest.vmid}.outdated"
 
-    def problems(self) -> list[str]:
-        """Return all that stands in the way of the definition on this host."""
-        found = super().problems()
+    def owner_problems(self) -> list[str]:
+        """Return why what is there under this number is not this container."""
+        found = []
         owner = main_section(readable_text(self.config)).get("hostname")
         if owner is not None and owner != self.guest.name:
-            found.append(f"lxc_container_vmid: {self.guest.vmid} is used by {owner} on this host. Choose a free one.")
+            found.append(
+                f"lxc_container_vmid: {self.guest.vmid} is used by {owner} on this host. Choose a free one, or correct "
+                "lxc_container_name."
+            )
         for config in Path("/etc/pve").glob(f"nodes/*/*/{self.id}.conf"):
             if not (self.config.exists() and config.samefile(self.config)):
                 found.append(
                     f"lxc_container_vmid: {self.guest.vmid} is used by {config.relative_to('/etc/pve')}. "
                     "Choose a free one."
                 )
+        return found
+
+    def problems(self) -> list[str]:
+        """Return all that stands in the way of the definition on this host."""
+        found = super().problems()
         if self.exists():
-            unprivileged = main_section(readable_text(self.config)).get("unprivileged", "0")
-            found += privilege_problems(self.guest, unprivileged != "1")
+            current = main_section(readable_text(self.config))
+            found += privilege_problems(self.guest, current.get("unprivileged", "0") != "1")
+            found += volume_problems(self.guest, current)
         elif not self.guest.template:
             found.append("lxc_container_template: empty. Name one from `pveam list local`.")
         return found
@@ -685,7 +915,7 @@ class Pct(Backend):
         keys = Path(f"/run/lxc-guest-{self.id}.pub")
         keys.write_text("".join(f"{key.strip()}\n" for key in guest.ssh_public_keys))
         options = {
-            **pct_options(guest),
+            **{key: value for key, value in pct_options(guest, {}).items() if value is not None},
             "rootfs": f"{guest.storage}:{guest.rootfs_size_gib}",
             "unprivileged": str(int(not guest.privileged)),
             "ssh-public-keys": str(keys),
@@ -698,26 +928,59 @@ class Pct(Backend):
     def configure(self) -> bool:
         """Bring the configuration to the definition and tell whether it changed."""
         text = readable_text(self.config)
-        current, wanted = main_section(text), pct_options(self.guest)
+        current = main_section(text)
+        wanted = pct_options(self.guest, current)
         changed, stale = pct_changes(current, wanted)
-        raw = without_raw_devices(text) != text
-        kept = {key: current[key] for key in sorted(current) if key in wanted or key in stale}
-        self.before = "".join(f"{key}: {value}\n" for key, value in kept.items())
-        self.after = "".join(f"{key}: {wanted[key]}\n" for key in sorted(wanted))
+        raw = raw_device_lines(text, gpu_majors(self.guest.devices, readable_text(Path("/proc/devices"))))
+        touched = sorted({*changed, *stale} & current.keys())
+        self.before = "".join([*(f"{key}: {current[key]}\n" for key in touched), *(f"{line}\n" for line in raw)])
+        self.after = "".join(f"{key}: {changed[key]}\n" for key in sorted(changed))
         if not self.dry:
-            if raw:
-                self.raw_removed = True
-                write(self.config, without_raw_devices(text), 0o640)
+            if (changed or stale or raw) and text and not self.kept.exists():
+                write(self.kept, text, 0o600)
             if changed or stale:
                 delete = ["--delete", ",".join(stale)] if stale else []
                 run(["pct", "set", self.id, *flags(changed), *delete])
-        if not (changed or stale):
-            self.after = self.before
+            if raw:
+                if self.running():
+                    write(self.outdated, self.started())
+                self.remove_lines(raw)
         return bool(changed or stale or raw)
+
+    def remove_lines(self, lines: list[str]) -> None:
+        """Take lines out of the main section of its file, which pct itself writes meanwhile or not at all."""
+        with exclusive(Path(f"/run/lock/lxc/pve-config-{self.id}.lock")):
+            head, *sections = re.split(r"(?m)^(?=\[)", readable_text(self.config))
+            kept = (line for line in head.splitlines(keepends=True) if line.rstrip("\n") not in lines)
+            write(self.config, "".join([*kept, *sections]), 0o640)
+
+    def started(self) -> str:
+        """Return what identifies this run of the container: its first process and when that began."""
+        pid = run(["lxc-info", "-n", self.id, "-pH"]).stdout.strip()
+        return f"{pid} {readable_text(Path(f'/proc/{pid}/stat')).rpartition(')')[2].split()[19]}\n"
 
     def stale(self) -> bool:
         """Tell whether it has run since before its configuration changed."""
-        return self.raw_removed or PENDING in readable_text(self.config).splitlines()
+        waits = PENDING in readable_text(self.config).splitlines()
+        return waits or (self.outdated.exists() and readable_text(self.outdated) == self.started())
+
+    def former(self) -> dict[Path, str]:
+        """Return the configuration file that it last started with, empty where it is the present one."""
+        kept = readable_text(self.kept)
+        return {self.config: kept} if kept and kept != readable_text(self.config) else {}
+
+    def proved(self) -> None:
+        """Note that it runs with the present configuration."""
+        self.kept.unlink(missing_ok=True)
+        self.outdated.unlink(missing_ok=True)
+
+    def put_back(self, files: dict[Path, str]) -> None:
+        """Write the main section of a former configuration; snapshots made since stay."""
+        with exclusive(Path(f"/run/lock/lxc/pve-config-{self.id}.lock")):
+            former = re.split(r"(?m)^\[", files[self.config])[0].rstrip("\n")
+            sections = re.split(r"(?m)^(?=\[)", readable_text(self.config))[1:]
+            snapshots = "".join(section for section in sections if not section.startswith(PENDING))
+            write(self.config, f"{former}\n" + (f"\n{snapshots}" if snapshots else ""), 0o640)
 
     def start(self) -> None:
         """Start it."""
@@ -730,6 +993,7 @@ class Pct(Backend):
     def destroy(self) -> None:
         """Remove it with its data."""
         run(["pct", "destroy", self.id, "--purge", "1"])
+        self.proved()
 
     def execute(self, argv: list[str]) -> str:
         """Run a program in it and return what it prints."""
@@ -741,6 +1005,16 @@ def flags(options: dict[str, str]) -> list[str]:
     return [word for key, value in options.items() for word in (f"--{key}", value)]
 
 
+def refuse(problems: list[str]) -> None:
+    """End where there are problems.
+
+    Raises:
+        GuestError: there are.
+    """
+    if problems:
+        raise GuestError("nothing was changed:\n" + "\n".join(f"- {line}" for line in problems))
+
+
 def converge(backend: Backend, state: str) -> dict[str, Any]:
     """Bring a container to `state` and return the module's result.
 
@@ -748,43 +1022,47 @@ def converge(backend: Backend, state: str) -> dict[str, Any]:
         GuestError: the definition has problems, or a step failed.
     """
     dry = backend.dry
+    refuse(name_problems(backend.guest) or backend.owner_problems())
     existed = backend.exists()
     running = backend.running() if existed else False
     if state == "absent":
-        partial = not existed and isinstance(backend, Lxc) and backend.folder.exists()
-        if (existed or partial) and not dry:
+        present = existed or backend.partial()
+        if present and not dry:
             if running:
                 backend.stop()
             backend.destroy()
-        return {"changed": existed or partial, "exists": False, "restart_required": False}
+        return {"changed": present, "exists": False, "restart_required": False}
     if state == "stopped":
         if running and not dry:
             backend.stop()
         return {"changed": running, "exists": existed, "restart_required": False}
     if state in ("started", "restarted"):
         return run_guest(backend, existed, running, state)
-    found = backend.problems()
-    if found:
-        raise GuestError("nothing was changed:\n" + "\n".join(f"- {line}" for line in found))
+    refuse(backend.problems())
     if state == "checked":
         return {"changed": False, "exists": existed, "restart_required": False}
     if not existed:
         backend.create()
     configured = backend.configure()
+    due = running and (configured if dry else backend.stale())
+    if running and not due and not dry:
+        backend.proved()
     header = {"before_header": "before", "after_header": "after"}
-    return {
+    result = {
         "changed": configured or not existed,
         "exists": existed or not dry,
-        "restart_required": running and (configured if dry else backend.stale()),
+        "restart_required": due,
+        "settled": running and not due,
         "diff": {"before": backend.before, "after": backend.after, **header},
     }
+    return result | ({"host_keys": backend.host_keys()} if running and not due else {})
 
 
 def run_guest(backend: Backend, exists: bool, running: bool, state: str) -> dict[str, Any]:
     """Start or restart a container and return the module's result.
 
     Raises:
-        GuestError: there is no such container, or it does not start.
+        GuestError: there is no such container, or it does not start; it runs with its former configuration then.
     """
     dry = backend.dry
     if not exists and not dry:
@@ -793,11 +1071,34 @@ def run_guest(backend: Backend, exists: bool, running: bool, state: str) -> dict
     if changed and not dry:
         if running:
             backend.stop()
-        backend.start()
+        begin(backend)
     result: dict[str, Any] = {"changed": changed, "exists": exists, "restart_required": False}
     if exists and (running or not dry):
         result["host_keys"] = backend.host_keys()
     return result
+
+
+def begin(backend: Backend) -> None:
+    """Start a container, with its former configuration where it does not start with the present one.
+
+    Raises:
+        GuestError: it did not start with the present one.
+    """
+    try:
+        backend.start()
+        backend.proved()
+    except GuestError as error:
+        former = backend.former()
+        if not former:
+            raise
+        backend.put_back(former)
+        try:
+            backend.start()
+            backend.proved()
+            outcome = "it runs with its former configuration again"
+        except GuestError:
+            outcome = "it does not start with its former configuration either, which is in place"
+        raise GuestError(f"did not start with its new configuration; {outcome}.\n{error}") from error
 
 
 def main() -> None:
@@ -844,7 +1145,12 @@ def main() -> None:
     dry = module.check_mode
     backend: Backend = Lxc(guest, dry, lxcpath) if backend_name == "lxc" else Pct(guest, dry)
     try:
-        result = converge(backend, state)
+        with (
+            contextlib.nullcontext()
+            if dry or state == "checked"
+            else exclusive(Path(f"/run/lock/lxc-guest-{guest.vmid}"))
+        ):
+            result = converge(backend, state)
     except (GuestError, OSError) as error:
         module.fail_json(msg=f"container {guest.name} ({guest.vmid}): {error}")
     module.exit_json(**result)
