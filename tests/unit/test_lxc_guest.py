@@ -387,26 +387,37 @@ def test_new_configuration_that_starts_is_the_next_way_back(host: Any) -> None:
     assert "vmbr1" in fake.config.read_text()
 
 
-def test_raw_lines_go_after_the_options_are_set_and_ask_for_a_restart_until_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_raw_lines_go_and_ask_for_a_restart_until_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(tmp_path / "200.conf")
     monkeypatch.setattr(module, "run", fake.run)
     monkeypatch.setattr(module, "PVE_CONFIG", tmp_path)
     monkeypatch.setattr(module, "FORMER", tmp_path / "former")
     monkeypatch.setattr(module, "exclusive", lambda _: contextlib.nullcontext())
-    fake.config.write_text("hostname: ct200\nlxc.cgroup2.devices.allow: c 195:* rwm\n\n[old]\nhostname: x\n")
+    definition = guest(devices=(), mounts=())
+    options = {key: value for key, value in module.pct_options(definition, {}).items() if value is not None}
+    settled = "".join(f"{key}: {value}\n" for key, value in options.items())
+    fake.config.write_text(f"{settled}lxc.cgroup2.devices.allow: c 195:* rwm\n\n[old]\nhostname: x\n")
     fake.running = True
-    backend = module.Pct(guest(devices=(), mounts=()), False)
+    backend = module.Pct(definition, False)
     assert backend.configure()
-    assert "-lxc.cgroup2" not in backend.after
-    assert "lxc.cgroup2.devices.allow: c 195:* rwm\n" in backend.before
-    text = fake.config.read_text()
-    assert "lxc.cgroup2" not in text
-    assert text.startswith("hostname: ct200\n\n[old]\nhostname: x\n")
+    assert (backend.before, backend.after) == ("lxc.cgroup2.devices.allow: c 195:* rwm\n", "")
+    assert fake.config.read_text() == f"{settled}\n[old]\nhostname: x\n"
     assert module.Pct(guest(devices=(), mounts=()), False).stale()
     backend.proved()
     assert not backend.stale()
+
+
+def test_raw_lines_stay_where_the_options_cannot_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(argv: list[str], check: bool = True) -> Any:
+        raise module.GuestError(f"{argv[0]} {check}")
+
+    monkeypatch.setattr(module, "run", fails)
+    monkeypatch.setattr(module, "PVE_CONFIG", tmp_path)
+    monkeypatch.setattr(module, "FORMER", tmp_path / "former")
+    (tmp_path / "200.conf").write_text(PVE)
+    with pytest.raises(module.GuestError):
+        module.Pct(guest(devices=(), mounts=()), False).configure()
+    assert (tmp_path / "200.conf").read_text() == PVE
 
 
 def test_partial_container_of_this_role_can_be_removed_and_another_folder_cannot(

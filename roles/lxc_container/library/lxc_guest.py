@@ -820,7 +820,8 @@ class Lxc(Backend):
 
     def stale(self) -> bool:
         """Tell whether it has run since before its configuration changed."""
-        now = "".join(file.read_text() for file in sorted(self.folder.glob("[!.]*conf*")))
+        files = sorted(file for file in self.folder.glob("*conf*") if not file.name.startswith("."))
+        now = "".join(file.read_text() for file in files)
         return effective_lines(now) != effective_lines(readable_text(self.folder / "started"))
 
     def start(self) -> None:
