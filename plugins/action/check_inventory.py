@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ansible import constants
@@ -49,6 +50,7 @@ FLEET_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Variables of the plays themselves, in the form of argument_specs."""
 
+DRIVER = re.compile(r"\d+(\.\d+)+-[\w.+~]+")
 GPU = re.compile(r"/dev/nvidia\d+")
 CLOSE = 0.7
 """Similarity from which a word that should be known is called a misspelling."""
@@ -65,6 +67,10 @@ KINDS = {
     "str": "a text",
 }
 """Types of argument_specs in words."""
+SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+"""Names of keys whose values are not shown."""
+SHOWN = 80
+"""Characters of a wrong value in a message."""
 FACTS = re.compile(r"\b(ansible_facts|ansible_local)\b")
 
 
@@ -129,14 +135,14 @@ class Host:
         self.given = frozenset(given)
         self._values = values
         self._options = options
-        self._looked: dict[str, tuple[Any, list[str]]] = {}
+        self._looked: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
 
     def __contains__(self, name: object) -> bool:
         """Tell whether a variable is set or has a default."""
         return name in self._values
 
-    def look(self, name: str) -> tuple[Any, list[str]]:
-        """Return a variable as its role will see it, None where it has no usable value, and what is wrong with it."""
+    def look(self, name: str) -> tuple[Any, list[tuple[str, str]]]:
+        """Return a variable as its role will see it, None where it has no usable value, and the faults with their places."""
         if name not in self._looked:
             self._looked[name] = self._validated(name)
         return self._looked[name]
@@ -145,7 +151,7 @@ class Host:
         """Return a variable as its role will see it, None where it has no usable value."""
         return self.look(name)[0]
 
-    def _validated(self, name: str) -> tuple[Any, list[str]]:
+    def _validated(self, name: str) -> tuple[Any, list[tuple[str, str]]]:
         if name not in self._values:
             return None, []
         value, option = self._values[name], self._options.get(name)
@@ -155,18 +161,14 @@ class Host:
                 if "decrypt" in value.reason.lower()
                 else "Correct it, or make what it refers to."
             )
-            return None, [] if value.late else [f"has no value: {value.reason} {mend}"]
+            return None, [] if value.late else [(name, f"has no value: {value.reason} {mend}")]
         if option is None:
             return value, []
         checked = ArgumentSpecValidator({name: dict(option)}).validate({name: value})
         if not checked.error_messages:
             return checked.validated_parameters[name], []
-        if "options" not in option:
-            return None, [f"is {value!r}. {remedy(option)}"]
-        return None, [
-            f"{error.rstrip('.').replace(f'{name}.', '')}. It is {value!r}. {remedy(option)}"
-            for error in checked.error_messages
-        ]
+        found = list(value_errors(name, value, option))
+        return None, found or [(name, f"cannot be used. {remedy(option)}")]
 
 
 Fleet = Mapping[str, Host]
@@ -188,6 +190,62 @@ def remedy(option: Mapping[str, Any]) -> str:
     if "options" in option:
         kind += f" with the keys {', '.join(sorted(option['options']))}"
     return f"Set it to {kind}: {plain(option.get('description', ''))}"
+
+
+def shown(value: Any, secret: bool) -> str:
+    """Return a wrong value for a message, in a few words and never a secret one."""
+    if value is None:
+        return "empty"
+    if secret:
+        return "a value that is not shown"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    text = str(value) if isinstance(value, (bool, int, float)) else repr(str(value))
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def value_errors(path: str, value: Any, option: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the place of each fault in a value, and what is wrong there with the remedy.
+
+    Args:
+        path: where the value is, such as sglang_deployments[0].port.
+        value: the value.
+        option: its argument spec.
+    """
+    suboptions = option.get("options")
+    if suboptions is None:
+        secret = bool(option.get("no_log")) or bool(SECRET.search(path.rpartition(".")[2]))
+        if ArgumentSpecValidator({"value": {**option, "no_log": False}}).validate({"value": value}).error_messages:
+            yield path, f"is {shown(value, secret)}. {remedy(option)}"
+        return
+    if option.get("type") != "list":
+        yield from mapping_errors(path, value, option)
+    elif not isinstance(value, (list, tuple)):
+        yield path, f"is {shown(value, False)}. {remedy(option)}"
+    else:
+        for index, element in enumerate(value):
+            name = element.get("name") if isinstance(element, Mapping) else None
+            label = f"{path}[{index}]" + (f" ({name})" if isinstance(name, str) else "")
+            yield from mapping_errors(label, element, option)
+
+
+def mapping_errors(path: str, value: Any, option: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the faults of a mapping with known keys, as value_errors does."""
+    known = option["options"]
+    if not isinstance(value, Mapping):
+        yield path, f"is {shown(value, True)}. Set it to a mapping with the keys {', '.join(sorted(known))}."
+        return
+    for key in sorted(map(str, value.keys() - known.keys())):
+        meant = closest(key, known, CLOSE)
+        advice = f"Write {meant}" if meant else f"Take it out, or use one of {', '.join(sorted(known))}"
+        yield path, f"has the unknown key {key}. {advice}."
+    for key, sub in known.items():
+        if key in value:
+            yield from value_errors(f"{path}.{key}", value[key], sub)
+        elif sub.get("required"):
+            yield path, f"has no {key}. {remedy(sub)}"
 
 
 def closest(name: str, known: Iterable[str], similarity: float) -> str | None:
@@ -214,10 +272,10 @@ def argument_problems(
     for host in fleet.values():
         names = {name: role for role, entry in host.roles for name in specs.get((role, entry), {})}
         for name in sorted(names.keys() | (FLEET_OPTIONS.keys() & host.given)):
-            for error in host.look(name)[1]:
+            for place, error in host.look(name)[1]:
                 if host.name in misplaced and re.search(r"has no value: .*hostvars", error, re.IGNORECASE):
                     continue
-                yield one(host, name, error)
+                yield one(host, place, error)
         for role, entry in sorted(host.roles):
             for name, option in specs.get((role, entry), {}).items():
                 if option.get("required") and name not in host:
@@ -364,7 +422,9 @@ def memory_problems(fleet: Fleet) -> Iterator[Problem]:
     """Check that /dev/shm leaves memory for the container's processes."""
     for host in fleet.values():
         size, memory = host.get("shm_size_mib"), host.get("lxc_container_memory_mib")
-        if size is not None and memory and size >= memory:
+        if size is not None and size < 1:
+            yield one(host, "shm_size_mib", f"{size} is not a size. Set it to a number of MiB above 0.")
+        if size is not None and memory and 0 < memory <= size:
             yield one(
                 host,
                 "shm_size_mib",
@@ -374,7 +434,16 @@ def memory_problems(fleet: Fleet) -> Iterator[Problem]:
 
 
 def driver_problems(fleet: Fleet) -> Iterator[Problem]:
-    """Check that a container gets driver libraries only, and of its host's version."""
+    """Check the form of versions, and that a container gets driver libraries only, and of its host's version."""
+    for host in fleet.values():
+        version = host.get("nvidia_driver_version")
+        if version is not None and not DRIVER.fullmatch(version):
+            yield one(
+                host,
+                "nvidia_driver_version",
+                f"is {version!r}, which is not a package's full version. Write it with the revision, such as "
+                "580.126.09-1; `apt-cache policy` on the host lists those there are.",
+            )
     for host, carrier in carried(fleet):
         if ("nvidia_driver", "main") in host.roles and host.get("nvidia_driver_scope") == "host":
             yield one(host, "nvidia_driver_scope", "is 'host', which brings the kernel's part. Set it to container.")
@@ -395,7 +464,16 @@ def gpus_of(host: Host) -> list[str]:
 
 
 def gpu_problems(fleet: Fleet) -> Iterator[Problem]:
-    """Check that a container expects the GPUs that it is given, and of its host's model."""
+    """Check that a machine has the GPUs that it declares, and that a container expects its host's model."""
+    for host in fleet.values():
+        model, declared = host.get("gpu_preflight_model"), host.get("gpu_preflight_simulated") or []
+        others = sorted({gpu["name"] for gpu in declared} - {model})
+        if model and others:
+            yield one(
+                host,
+                "gpu_preflight_model",
+                f"is {model!r}, but gpu_preflight_simulated has {', '.join(others)}. Correct one of the two.",
+            )
     for host, carrier in carried(fleet):
         mine, theirs = host.get("gpu_preflight_model"), carrier.get("gpu_preflight_model")
         if mine and theirs and mine != theirs:
@@ -458,7 +536,8 @@ def definition_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
             continue
         values = {item.name: host.get(f"lxc_container_{item.name}") for item in fields(module.Guest)}
         values = {item: tuple(value) if isinstance(value, list) else value for item, value in values.items()}
-        guest = module.Guest(**{item: value for item, value in values.items() if value is not None} | {"mounts": ()})
+        values["mounts"] = tuple(module.Mount(**mount) for mount in host.get("lxc_container_mounts") or [])
+        guest = module.Guest(**{item: value for item, value in values.items() if value is not None})
         for text in module.definition_problems(guest):
             variable, _, rest = text.partition(": ")
             if host.get(variable) is not None:
@@ -492,6 +571,21 @@ def deployment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
                 yield one(
                     host, where, f"tensor parallel size {width} needs as many GPUs, and it has {have}. Correct one."
                 )
+
+
+def environment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
+    """Report environments whose place the module itself would refuse.
+
+    Args:
+        fleet: the inventory.
+        module: the file of the module uv_release.
+    """
+    for host in fleet.values():
+        name, root = host.get("uv_venv_name"), host.get("uv_venv_root")
+        if ("uv_venv", "main") in host.roles and name is not None and root is not None:
+            for text in module.place_problems(SimpleNamespace(name=name, root=Path(root))):
+                variable, _, rest = text.partition(": ")
+                yield one(host, variable, rest)
 
 
 def file_problems(fleet: Fleet, project: Path) -> Iterator[Problem]:
@@ -651,6 +745,8 @@ class ActionModule(ActionBase):
         ran = {role for host in ours.values() for role, _ in host.roles}
         if "lxc_container" in ran:
             yield from definition_problems(ours, self._module("lxc_container", "lxc_guest"))
+        if "uv_venv" in ran:
+            yield from environment_problems(ours, self._module("uv_venv", "uv_release"))
         if "sglang" in ran:
             yield from deployment_problems(ours, self._module("sglang", "sglang_deployments"))
         yield from limit_problems(fleet, running)

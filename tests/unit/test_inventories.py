@@ -259,14 +259,43 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "text for a number": (
         {"ct200": {"lxc_container_memory_mib": "much"}},
-        "ct200: lxc_container_memory_mib: is 'much'. Set it to a whole number: Memory limit in MiB. With 0 plain LXC "
-        "sets none, and Proxmox VE keeps its own value.",
+        "ct200: lxc_container_memory_mib: is 'much'. Set it to a whole number: Memory limit in MiB. With 0 there is "
+        "none; Proxmox VE, which always has one, gets the host's memory.",
     ),
     "key inside a variable": (
         {"ct200": {"lxc_container_mounts": [{"source": "/a", "target": "/b", "readonly": True}]}},
-        "ct200: lxc_container_mounts: readonly. Supported parameters include: read_only, source, target. It is "
-        "[{'source': '/a', 'target': '/b', 'readonly': True}]. Set it to a list, each of them a mapping with the keys "
-        "read_only, source, target: Folders of the host shown in the container.",
+        "ct200: lxc_container_mounts[0]: has the unknown key readonly. Write read_only.",
+    ),
+    "relative path of a mount": (
+        {"ct200": {"lxc_container_mounts": [{"source": "/a", "target": "b"}]}},
+        "ct200: lxc_container_mounts: target 'b' is not an absolute path. Write it from / on.",
+    ),
+    "name of an environment that leaves its folder": (
+        {"ct200": {"uv_venv_name": "../victim", "uv_venv_state": "absent"}},
+        "ct200: uv_venv_name: '../victim' is not a folder name: a letter or digit, then letters, digits, '.', '_' and "
+        "'-'.",
+    ),
+    "name of a container that leaves its folder": (
+        {"ct200": {"lxc_container_name": "..", "lxc_container_state": "absent"}},
+        "ct200: lxc_container_name: '..' is not a host name. Make it of small letters, digits and hyphens.",
+    ),
+    "negative memory": (
+        {"ct200": {"lxc_container_memory_mib": -5}},
+        "ct200: lxc_container_memory_mib: -5 is too small. Give a larger number.",
+    ),
+    "shared memory of no size": (
+        {"ct200": {"shm_size_mib": 0}},
+        "ct200: shm_size_mib: 0 is not a size. Set it to a number of MiB above 0.",
+    ),
+    "driver version without a revision": (
+        {"kpro6": {"nvidia_driver_version": "580"}},
+        "ct200, kpro6: nvidia_driver_version: is '580', which is not a package's full version. Write it with the "
+        "revision, such as 580.126.09-1; `apt-cache policy` on the host lists those there are.",
+    ),
+    "declared GPUs of another model": (
+        {"kpro6": {"gpu_preflight_simulated": [{"name": "NVIDIA H200", "memory_mib": 1, "compute_capability": "9.0"}]}},
+        "kpro6: gpu_preflight_model: is 'NVIDIA RTX PRO 6000 Blackwell Server Edition', but gpu_preflight_simulated "
+        "has NVIDIA H200. Correct one of the two.",
     ),
     "lock that is not there": (
         {"ct200": {"uv_venv_requirements": "images/locks/none.txt"}},
@@ -298,10 +327,19 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "key that a deployment lacks": (
         {"ct129": {"sglang_deployments": [{"name": "one", "port": 30000}]}},
-        "ct129: sglang_deployments: missing required arguments: model_path found in sglang_deployments. It is "
-        "[{'name': 'one', 'port': 30000}]. Set it to a list, each of them a mapping with the keys api_key, arguments, "
-        "environment, gpus, host, metrics, model_path, name, port, served_model_name, start_timeout_s, venv: The "
-        "servers of this container. One that is no longer named is stopped and taken away.",
+        "ct129: sglang_deployments[0] (one): has no model_path. Set it to a text: Folder of the model, or its name on "
+        "a hub.",
+    ),
+    "type inside a deployment": (
+        {"ct129": {"sglang_deployments": [{"name": "one", "model_path": "/m", "port": "http"}]}},
+        "ct129: sglang_deployments[0] (one).port: is 'http'. Set it to a whole number: TCP port, unique in the "
+        "container.",
+    ),
+    "deployment that is none": (
+        {"ct129": {"sglang_deployments": ["s3cret"]}},
+        "ct129: sglang_deployments[0]: is a value that is not shown. Set it to a mapping with the keys api_key, "
+        "arguments, environment, gpus, host, metrics, model_path, name, port, served_model_name, start_timeout_s, "
+        "venv.",
     ),
     "reference to nothing": (
         {"ct200": {"lxc_container_gateway": "{{ gateway_of_the_rack }}"}},
@@ -316,6 +354,26 @@ def test_a_fault_is_named_with_its_remedy(
     check: Callable[..., list[str]], changes: dict[str, dict[str, Any]], message: str
 ) -> None:
     assert check(changes) == message.split("\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "option"), [("a", {"type": "int", "no_log": True}), ("list[0].api_key", {"type": "int"})]
+)
+def test_no_secret_is_shown(path: str, option: dict[str, Any]) -> None:
+    assert list(plugin.value_errors(path, "s3cret", option)) == [
+        (path, "is a value that is not shown. Set it to a whole number: ")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "empty"), ({"a": 1}, "a mapping"), ([1], "a list"), (True, "True"), ("x", "'x'")]
+)
+def test_wrong_values_are_shown_in_few_words(value: Any, text: str) -> None:
+    assert plugin.shown(value, False) == text
+
+
+def test_long_values_are_cut() -> None:
+    assert len(plugin.shown("x" * 500, False)) == plugin.SHOWN + 3
 
 
 def test_a_gpu_in_two_containers_must_be_declared_shared(check: Callable[..., list[str]]) -> None:

@@ -252,7 +252,7 @@ def shape_problems(deployments: list[Deployment]) -> list[str]:
         for key, value in one.environment.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
                 problems.append(f"{where}: environment has {key!r}, which is not a variable's name. Rename it.")
-            if re.search(r"[\n\r\0]", value):
+            if re.search(r"[\n\r\0]", str(value)):
                 problems.append(f"{where}: environment, {key}: the value has more than one line. Make it one.")
         for key in one.arguments:
             owner = OWNED.get(key.replace("_", "-"))
