@@ -12,11 +12,13 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 $(VENV)/locked: locks/uv.txt locks/dev.txt
-	$(PYTHON) -m venv --clear build/bootstrap
-	build/bootstrap/bin/pip install --quiet --require-hashes -r locks/uv.txt
-	build/bootstrap/bin/uv venv --quiet --clear --python $(PYTHON) $(VENV)
-	build/bootstrap/bin/uv pip sync --quiet --require-hashes --python $(BIN)/python locks/dev.txt
-	touch $@
+	@echo "==> environment"; \
+	$(PYTHON) -m venv --clear build/bootstrap; \
+	build/bootstrap/bin/pip install --quiet --require-hashes -r locks/uv.txt; \
+	build/bootstrap/bin/uv venv --quiet --clear --python $(PYTHON) $(VENV); \
+	build/bootstrap/bin/uv pip sync --quiet --require-hashes --python $(BIN)/python locks/dev.txt; \
+	touch $@; \
+	echo "==> environment: $$SECONDS s"
 
 .PHONY: env
 env: $(VENV)/locked ## the controller's environment, from the hash-pinned lock
@@ -35,7 +37,9 @@ INVENTORY ?= inventories/lab
 LIMIT ?= all
 
 .PHONY: verify lint unit test test-all
-verify: env ## read back what is true: INVENTORY=inventories/lab LIMIT=all DISRUPTIVE= (1 also restarts things)
+verify: env ## read back what is true: INVENTORY=inventories/lab LIMIT=all DISRUPTIVE= (1 also restarts things, for a LIMIT)
+	$(if $(DISRUPTIVE),$(if $(filter all,$(LIMIT)),$(error DISRUPTIVE=1 restarts hosts and containers, kills servers and \
+	    fills /dev/shm. Say where: LIMIT=ct200)))
 	$(BIN)/pytest tests/testinfra/present --inventory $(INVENTORY) --limit '$(LIMIT)' $(if $(DISRUPTIVE),--disruptive)
 lint: env ## all linters
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from lab import doctor, machine, network
@@ -58,20 +59,28 @@ def machine_down(settings: Settings, args: argparse.Namespace) -> None:
 def down(settings: Settings, _: argparse.Namespace) -> None:
     """Remove every machine of this lab, its bridge, rules, keys and control groups."""
     with phase("lab down"):
-        names = [folder.name for folder in settings.lxcpath.iterdir()] if settings.lxcpath.exists() else []
-        for name in names:
-            Machine(name, 0).down(settings)
-        machine.clear_cgroups(names)
+        for folder in settings.lxcpath.iterdir() if settings.lxcpath.exists() else []:
+            machine.remove(settings, folder.name)
+        machine.clear_cgroups(settings)
         network.down(settings)
         machine.forbid_mapping(settings)
         shutil.rmtree(settings.state, ignore_errors=True)
+        if not any(settings.shared.iterdir()) and not network.others(settings):
+            settings.shared.rmdir()
+    if settings.cache.exists():
+        print(f"Kept for the next time: {settings.cache}, {megabytes(settings.cache)} MB.")
+
+
+def megabytes(folder: Path) -> int:
+    """Return the size of the files in a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) // 10**6
 
 
 def examine(settings: Settings, _: argparse.Namespace) -> None:
     """Print what this machine lacks."""
     findings = doctor.examine(settings)
     print(doctor.report(findings))
-    if not all(finding.fine for finding in findings):
+    if any(finding.needed for finding in findings):
         raise SystemExit(1)
 
 
@@ -99,7 +108,9 @@ def main() -> None:
     remove.set_defaults(call=machine_down)
     args = parser.parse_args()
     try:
-        args.call(Settings.from_environment(), args)
+        settings = Settings.from_environment()
+        with nullcontext() if args.call is examine or args.call is packages else settings.exclusive():
+            args.call(settings, args)
     except LabError as error:
         sys.exit(f"lab: {error}")
 

@@ -1,5 +1,6 @@
 """What this machine lacks for the lab, in one screen."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,9 +14,11 @@ from lab.settings import ROOT, LabError, Settings
 from lab.shell import run
 
 PACKAGES = {
+    "git": "git",
     "iptables": "iptables",
     "ip": "iproute2",
     "lxc-start": "lxc",
+    "make": "make",
     "mmdebstrap": "mmdebstrap",
     "shellcheck": "shellcheck",
     "ssh": "openssh-client",
@@ -30,16 +33,25 @@ NEEDED_DISK_GIB = 15
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report; what is made later by `make lab` itself need not be there yet."""
 
     name: str
     fine: bool
     text: str
+    made_later: bool = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether something has to be done about it."""
+        return not (self.fine or self.made_later)
 
 
 def missing_packages() -> list[str]:
     """Return the Debian packages that have to be installed."""
-    return sorted({package for program, package in PACKAGES.items() if shutil.which(program) is None})
+    lacking = {package for program, package in PACKAGES.items() if shutil.which(program) is None}
+    if importlib.util.find_spec("ensurepip") is None:
+        lacking.add("python3-venv")
+    return sorted(lacking)
 
 
 def install_packages() -> None:
@@ -102,14 +114,16 @@ def examine(settings: Settings) -> list[Finding]:
     check("cgroup2", "cgroup2" in Path("/proc/filesystems").read_text(), "yes", "a kernel with cgroup2 is needed")
     release = os.uname().release
     check("kernel", release_number(release) >= (6, 1), release, f"{release}: 6.1 or newer is needed (idmapped mounts)")
-    check("environment", (ROOT / ".venv/locked").exists(), "made from the lock", "`make env` makes it")
+    made = (ROOT / ".venv/locked").exists()
+    findings.append(Finding("environment", made, "made from the lock" if made else "`make lab` makes it", True))
     return findings
 
 
 def report(findings: list[Finding]) -> str:
     """Return the findings as a table that fits one screen."""
     width = max(len(finding.name) for finding in findings)
-    lines = [f"{'ok' if one.fine else 'LACKS':<6} {one.name:<{width}}  {one.text}" for one in findings]
-    lacking = sum(not one.fine for one in findings)
+    words = {True: "LACKS", False: "later"}
+    lines = [f"{'ok' if one.fine else words[one.needed]:<6} {one.name:<{width}}  {one.text}" for one in findings]
+    lacking = sum(one.needed for one in findings)
     lines.append("Everything is there." if not lacking else f"{lacking} thing(s) are missing.")
     return "\n".join(lines)

@@ -1,18 +1,22 @@
 """Machines of the lab: LXC containers with systemd, SSH and an address on the lab's bridge."""
 
+import contextlib
 import ipaddress
 import os
+import re
 import shutil
 import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab import rootfs
+from lab import network, rootfs
 from lab.settings import LabError, Settings
 from lab.shell import on_pure_cgroup2, run, succeeds
 
 START_TIMEOUT_S = 60.0
+CGROUP_TIMEOUT_S = 5.0
+CGROUPS = Path("/sys/fs/cgroup")
 SUBORDINATE_IDS = (Path("/etc/subuid"), Path("/etc/subgid"))
 TEMPLATE = "debian-12.tar.zst"
 MAPPING = "root:100000:65536"
@@ -23,7 +27,7 @@ class Machine:
     """One container of the lab.
 
     Attributes:
-        name: host name and container name.
+        name: its host name.
         last: last number of its address.
         kind: "host" carries containers of its own (a Proxmox stand-in), "guest" is a plain system container.
         unprivileged: map its root to a user without rights, as Proxmox does by default; guests only.
@@ -74,19 +78,17 @@ class Machine:
             lines += [f"lxc.mount.entry = {source} {target.lstrip('/')} none {options} 0 0"]
         return "\n".join(lines) + "\n"
 
+    def id(self, settings: Settings) -> str:
+        """Return the container's name, which no other lab on this machine has."""
+        return f"{settings.bridge}-{self.name}"
+
     def folder(self, settings: Settings) -> Path:
         """Return the container's own folder."""
-        return settings.lxcpath / self.name
+        return settings.lxcpath / self.id(settings)
 
     def rootfs(self, settings: Settings) -> Path:
         """Return the folder of its root file system."""
         return self.folder(settings) / "rootfs"
-
-    def running(self, settings: Settings) -> bool:
-        """Tell whether it runs."""
-        if not (self.folder(settings) / "config").exists():
-            return False
-        return run(["lxc-info", "-P", settings.lxcpath, "-n", self.name, "-sH"]).strip() == "RUNNING"
 
     def up(self, settings: Settings) -> None:
         """Create it where it is missing, start it where it is down, and wait until SSH answers."""
@@ -101,9 +103,13 @@ class Machine:
             source.mkdir(parents=True, exist_ok=True)
         if self.unprivileged:
             allow_mapping(settings)
-        if not self.running(settings):
+        if state(settings, self.id(settings)) == "FROZEN":
+            run(on_pure_cgroup2(["lxc-unfreeze", "-P", settings.lxcpath, "-n", self.id(settings)]))
+        if state(settings, self.id(settings)) != "RUNNING":
+            kill(settings, self.id(settings))
             log = self.folder(settings) / "lxc.log"
-            run(on_pure_cgroup2(["lxc-start", "-P", settings.lxcpath, "-n", self.name, "-o", log, "-l", "WARN"]))
+            names = ["-P", str(settings.lxcpath), "-n", self.id(settings)]
+            run(on_pure_cgroup2(["lxc-start", *names, "-o", str(log), "-l", "WARN"]))
         self.wait(settings)
 
     def wait(self, settings: Settings) -> None:
@@ -119,23 +125,19 @@ class Machine:
                 raise LabError(
                     f"{self.name}: no SSH on {settings.address(self.last)} within {START_TIMEOUT_S:.0f} s. "
                     f"Look at {self.folder(settings) / 'lxc.log'}; "
-                    f"`lxc-attach -P {settings.lxcpath} -n {self.name}` opens a shell in it."
+                    f"`lxc-attach -P {settings.lxcpath} -n {self.id(settings)}` opens a shell in it."
                 )
             time.sleep(0.2)
 
     def stop(self, settings: Settings) -> None:
         """Stop it as a shutdown would, at once where it does not follow within ten seconds."""
-        if self.running(settings):
-            run(on_pure_cgroup2(["lxc-stop", "-P", settings.lxcpath, "-n", self.name, "-t", "10"]))
+        if state(settings, self.id(settings)) == "RUNNING":
+            run(on_pure_cgroup2(["lxc-stop", "-P", settings.lxcpath, "-n", self.id(settings), "-t", "10"]))
+        kill(settings, self.id(settings))
 
     def down(self, settings: Settings) -> None:
         """Remove it with everything in it; nothing happens where nothing is left."""
-        folder = self.folder(settings)
-        if not folder.exists():
-            return
-        if self.running(settings):
-            run(on_pure_cgroup2(["lxc-stop", "-P", settings.lxcpath, "-n", self.name, "-k"]))
-        shutil.rmtree(folder)
+        remove(settings, self.id(settings))
 
     def _create(self, settings: Settings) -> None:
         root = self.rootfs(settings)
@@ -145,7 +147,7 @@ class Machine:
         run(["tar", "--extract", "--numeric-owner", "-f", rootfs.archive(settings, self.kind), "-C", root])
         (root / "etc/hostname").write_text(f"{self.name}\n")
         (root / "etc/hosts").write_text(f"127.0.0.1 localhost\n{settings.address(self.last)} {self.name}\n")
-        shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
+        (root / "etc/resolv.conf").write_text(resolver())
         keys = root / "root/.ssh"
         keys.mkdir(mode=0o700, exist_ok=True)
         (keys / "authorized_keys").write_text(ensure_key(settings))
@@ -183,19 +185,48 @@ class Machine:
             (root / file.relative_to("/")).write_text(f"{MAPPING}\n")
 
 
+def state(settings: Settings, container: str) -> str:
+    """Return RUNNING, STOPPED, FROZEN or a state between them; STOPPED where there is no such container."""
+    if not (settings.lxcpath / container / "config").exists():
+        return "STOPPED"
+    return run(["lxc-info", "-P", settings.lxcpath, "-n", container, "-sH"]).strip()
+
+
+def kill(settings: Settings, container: str) -> None:
+    """Stop a container at once, whatever its state."""
+    if state(settings, container) != "STOPPED":
+        run(on_pure_cgroup2(["lxc-stop", "-P", settings.lxcpath, "-n", container, "-k"]))
+
+
+def remove(settings: Settings, container: str) -> None:
+    """Remove a container with everything in it; nothing happens where nothing is left."""
+    folder = settings.lxcpath / container
+    if folder.exists():
+        kill(settings, container)
+        shutil.rmtree(folder)
+
+
+def resolver(etc: Path = Path("/etc/resolv.conf"), systemd: Path = Path("/run/systemd/resolve/resolv.conf")) -> str:
+    """Return the name servers of this machine as its containers can use them, not one that only it can reach."""
+    text = etc.read_text()
+    servers = re.findall(r"^nameserver\s+(\S+)", text, re.M)
+    loopback = bool(servers) and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in servers)
+    return systemd.read_text() if loopback and systemd.exists() else text
+
+
 def allow_mapping(settings: Settings) -> None:
     """Let this machine's root map ids for unprivileged machines; `forbid_mapping` takes it back."""
     for file in SUBORDINATE_IDS:
         text = file.read_text() if file.exists() else ""
         if MAPPING not in text.splitlines():
-            (settings.state / file.name).touch()
+            (settings.shared / file.name).touch()
             file.write_text(f"{text}{MAPPING}\n")
 
 
 def forbid_mapping(settings: Settings) -> None:
-    """Take away the lines that `allow_mapping` of this lab wrote."""
-    for file in SUBORDINATE_IDS:
-        mark = settings.state / file.name
+    """Take away the lines that a lab wrote, with the last lab of this machine."""
+    for file in SUBORDINATE_IDS if not network.others(settings) else ():
+        mark = settings.shared / file.name
         if mark.exists():
             lines = [line for line in file.read_text().splitlines() if line != MAPPING]
             file.write_text("".join(f"{line}\n" for line in lines))
@@ -241,15 +272,37 @@ def ssh_options(settings: Settings) -> list[str]:
     ]  # fmt: skip
 
 
-def clear_cgroups(names: list[str]) -> None:
-    """Remove control groups that a killed container left behind."""
-    mark = {f"lxc.{part}.{name}" for name in names for part in ("payload", "monitor")}
-    hierarchies = [Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").iterdir()]
-    for hierarchy in hierarchies:
-        for top in hierarchy.glob("lxc.*"):
-            if top.is_dir() and any(top.name == name or top.name.startswith(f"{name}-") for name in mark):
-                for folder in sorted((path for path in [top, *top.rglob("*")] if path.is_dir()), reverse=True):
-                    folder.rmdir()
+def clear_cgroups(settings: Settings) -> None:
+    """Remove the control groups that killed containers of this lab left behind.
+
+    Raises:
+        LabError: processes are still in one of them after CGROUP_TIMEOUT_S.
+    """
+    for hierarchy in (CGROUPS, *(folder for folder in CGROUPS.iterdir() if folder.is_dir())):
+        for part in ("payload", "monitor"):
+            for top in hierarchy.glob(f"lxc.{part}.{settings.bridge}-*"):
+                remove_cgroup(top)
         pivot = hierarchy / "lxc.pivot"
         if pivot.is_dir() and not list(hierarchy.glob("lxc.monitor.*")):
-            pivot.rmdir()
+            with contextlib.suppress(OSError):
+                pivot.rmdir()
+
+
+def remove_cgroup(top: Path) -> None:
+    """Remove a control group with those below it, when its last processes have ended.
+
+    Raises:
+        LabError: some have not after CGROUP_TIMEOUT_S.
+    """
+    end = time.monotonic() + CGROUP_TIMEOUT_S
+    for folder in sorted((path for path in [top, *top.rglob("*")] if path.is_dir()), reverse=True):
+        while folder.exists():
+            try:
+                folder.rmdir()
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise LabError(
+                        f"{folder}: {error.strerror}. Processes of a removed machine are still in it; end them "
+                        f"(cat {folder}/cgroup.procs) and run again."
+                    ) from error
+                time.sleep(0.2)

@@ -1,5 +1,6 @@
 """The lab's bridge and the firewall rules that let its machines reach package mirrors."""
 
+import re
 from pathlib import Path
 
 from lab.settings import LabError, Settings
@@ -19,6 +20,12 @@ def rules(settings: Settings) -> list[list[str]]:
     ]
 
 
+def others(settings: Settings) -> list[str]:
+    """Return the bridges of other labs on this machine."""
+    links = (folder.name for folder in Path("/sys/class/net").iterdir())
+    return sorted(name for name in links if re.fullmatch(r"gpulab\d+", name) and name != settings.bridge)
+
+
 def up(settings: Settings) -> None:
     """Make the bridge and the rules that are not there yet.
 
@@ -35,9 +42,8 @@ def up(settings: Settings) -> None:
         run(["ip", "link", "add", settings.bridge, "type", "bridge"])
     run(["ip", "address", "replace", f"{settings.gateway}/24", "dev", settings.bridge])
     run(["ip", "link", "set", settings.bridge, "up"])
-    saved = settings.state / "ip_forward"
+    saved = settings.shared / "ip_forward"
     if FORWARDING.read_text().strip() != "1":
-        settings.state.mkdir(parents=True, exist_ok=True)
         saved.write_text(FORWARDING.read_text())
         FORWARDING.write_text("1\n")
     for table, chain, *words in rules(settings):
@@ -52,7 +58,7 @@ def down(settings: Settings) -> None:
             pass
     if succeeds(["ip", "link", "show", settings.bridge]):
         run(["ip", "link", "delete", settings.bridge])
-    saved = settings.state / "ip_forward"
-    if saved.exists():
+    saved = settings.shared / "ip_forward"
+    if saved.exists() and not others(settings):
         FORWARDING.write_text(saved.read_text())
         saved.unlink()

@@ -134,13 +134,13 @@ def archive(settings: Settings, kind: str) -> Path:
         target.touch()
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in sorted(folder.glob(f"debian-12-{kind}_*"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
-        stale.unlink()
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             for left in folder.glob("build-*"):
                 shutil.rmtree(left)
+            for stale in sorted(folder.glob(f"debian-12-{kind}_*"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+                stale.unlink()
             with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
                 build(target, Path(work), options, [main, updates, security])
     return target

@@ -1,7 +1,10 @@
 """Where the lab keeps things and which addresses it uses."""
 
+import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 """The checkout."""
 
 DEFAULT_SUBNET = 77
+LOCKS = Path("/run/lock")
 
 
 class LabError(Exception):
@@ -31,18 +35,49 @@ class Settings:
     cache: Path
 
     @classmethod
+    def default(cls) -> "Settings":
+        """Return what holds where the environment says nothing."""
+        return cls(DEFAULT_SUBNET, Path("/var/lib/gpufleet-lab") / str(DEFAULT_SUBNET), Path("/var/cache/gpufleet-lab"))
+
+    @classmethod
     def from_environment(cls) -> "Settings":
         """Read LAB_SUBNET, LAB_STATE and LAB_CACHE.
 
         Raises:
             LabError: LAB_SUBNET is not a whole number from 1 to 254.
         """
-        text = os.environ.get("LAB_SUBNET", str(DEFAULT_SUBNET))
+        usual = cls.default()
+        text = os.environ.get("LAB_SUBNET", str(usual.subnet))
         if not text.isdecimal() or not 1 <= int(text) <= 254:
             raise LabError(f"LAB_SUBNET: {text!r} is not a whole number from 1 to 254. Unset it for {DEFAULT_SUBNET}.")
-        state = Path(os.environ.get("LAB_STATE", "/var/lib/gpufleet-lab")) / text
-        cache = Path(os.environ.get("LAB_CACHE", "/var/cache/gpufleet-lab"))
+        state = Path(os.environ.get("LAB_STATE", usual.state.parent)) / text
+        cache = Path(os.environ.get("LAB_CACHE", usual.cache))
         return cls(int(text), state, cache)
+
+    @property
+    def shared(self) -> Path:
+        """Folder of what all labs of this machine have in common, made on first use."""
+        folder = self.state.parent / "shared"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other commands away from this lab.
+
+        Raises:
+            LabError: one of them is at work.
+        """
+        path = LOCKS / f"gpufleet-lab{self.subnet}"
+        with path.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LabError(
+                    f"another command is building or removing the lab {self.subnet}. Wait for its end, or end it, and "
+                    "run again."
+                ) from None
+            yield
 
     @property
     def bridge(self) -> str:

@@ -97,17 +97,29 @@ def summary(settings: Settings) -> str:
     """Return what is running now and how to talk to it."""
     url = f"http://{settings.address(CONTAINER[1])}:30000"
     ssh = f"ssh {' '.join(machine.ssh_options(settings))}"
+    defaults = Settings.default()
+    names = {
+        "LAB_SUBNET": str(settings.subnet),
+        "LAB_STATE": str(settings.state.parent),
+        "LAB_CACHE": str(settings.cache),
+    }
+    usual = {
+        "LAB_SUBNET": str(defaults.subnet),
+        "LAB_STATE": str(defaults.state.parent),
+        "LAB_CACHE": str(defaults.cache),
+    }
+    lab = "".join(f"{name}={value} " for name, value in names.items() if value != usual[name])
     return f"""
 Running now:
   kpro6  {settings.address(HOST[1])}    the Proxmox host's place
   ct200  {settings.address(CONTAINER[1])}  the GPU container, with sglang@tiny.service
 
 Talk to it:
-  curl {url}/health
+  curl -w '%{{http_code}}\\n' {url}/health
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "tiny", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 16}}'
   {ssh} root@{settings.address(CONTAINER[1])}
 
-Again, unchanged: ansible-playbook site.yml -i inventories/lab -l ct200
-Check again:      make verify
-Remove it all:    make lab-down"""
+Again, unchanged: {lab}.venv/bin/ansible-playbook site.yml -i inventories/lab -l ct200
+Check again:      {lab}make verify
+Remove it all:    {lab}make lab-down"""

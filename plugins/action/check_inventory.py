@@ -142,7 +142,7 @@ class Host:
         return name in self._values
 
     def look(self, name: str) -> tuple[Any, list[tuple[str, str]]]:
-        """Return a variable as its role sees it, None where it has no usable value, and the faults with their places."""
+        """Return a variable as its role sees it, None where it has no usable value, and its faults by place."""
         if name not in self._looked:
             self._looked[name] = self._validated(name)
         return self._looked[name]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import doctor, network, rootfs
+from lab import doctor, machine, network, rootfs, up
 from lab.__main__ import mount
 from lab.machine import Machine
 from lab.settings import LabError, Settings
@@ -88,6 +88,84 @@ def test_read_only_mount_is_read_only() -> None:
 @pytest.mark.parametrize(("release", "numbers"), [("6.1.0-37-amd64", (6, 1)), ("6.18.3", (6, 18)), ("7.0-rc1", (7, 0))])
 def test_kernel_release(release: str, numbers: tuple[int, int]) -> None:
     assert doctor.release_number(release) == numbers
+
+
+def test_machines_of_two_labs_have_other_names() -> None:
+    other = Settings(92, Path("/state/92"), Path("/cache"))
+    one = Machine("kpro6", 6)
+    assert one.id(SETTINGS) != one.id(other)
+    assert "lxc.uts.name = kpro6\n" in one.config(SETTINGS)
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Control groups of killed machines of two labs."""
+    for name in ("gpulab91-kpro6/ns/x", "gpulab91-kpro6-1", "gpulab9-kpro6", "gpulab92-kpro6"):
+        (tmp_path / f"lxc.payload.{name}").mkdir(parents=True)
+    (tmp_path / "unified/lxc.monitor.gpulab91-kpro6").mkdir(parents=True)
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP_TIMEOUT_S", 0.0)
+    return tmp_path
+
+
+def test_only_control_groups_of_this_lab_go(cgroups: Path) -> None:
+    machine.clear_cgroups(SETTINGS)
+    left = sorted(path.name for path in [*cgroups.glob("lxc.*"), *cgroups.glob("unified/*")])
+    assert left == ["lxc.payload.gpulab9-kpro6", "lxc.payload.gpulab92-kpro6"]
+
+
+def test_busy_control_group_is_named(cgroups: Path) -> None:
+    busy = cgroups / "lxc.payload.gpulab91-kpro6/ns/x/process"
+    busy.touch()
+    with pytest.raises(LabError, match=r"ns/x: Directory not empty\. Processes of a removed machine are still in it"):
+        machine.clear_cgroups(SETTINGS)
+
+
+def test_name_server_that_only_this_machine_reaches_is_not_given_to_others(tmp_path: Path) -> None:
+    etc, systemd = tmp_path / "resolv.conf", tmp_path / "upstream"
+    systemd.write_text("nameserver 192.0.2.53\n")
+    etc.write_text("nameserver 127.0.0.53\n")
+    assert machine.resolver(etc, systemd) == "nameserver 192.0.2.53\n"
+    etc.write_text("nameserver 192.0.2.1\n")
+    assert machine.resolver(etc, systemd) == "nameserver 192.0.2.1\n"
+    etc.write_text("nameserver 127.0.0.1\n")
+    assert machine.resolver(etc, tmp_path / "none") == "nameserver 127.0.0.1\n"
+
+
+def test_forwarding_is_put_back_with_the_last_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(91, tmp_path / "91", tmp_path / "cache")
+    monkeypatch.setattr(network, "succeeds", lambda _: False)
+    monkeypatch.setattr(network, "FORWARDING", tmp_path / "forwarding")
+    (tmp_path / "forwarding").write_text("1\n")
+    (settings.shared / "ip_forward").write_text("0\n")
+    monkeypatch.setattr(network, "others", lambda _: ["gpulab92"])
+    network.down(settings)
+    assert (tmp_path / "forwarding").read_text() == "1\n"
+    monkeypatch.setattr(network, "others", lambda _: [])
+    network.down(settings)
+    assert (tmp_path / "forwarding").read_text() == "0\n"
+
+
+def test_two_commands_on_one_lab_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.settings.LOCKS", tmp_path)
+    other = Settings(92, tmp_path / "92", tmp_path)
+    refused = pytest.raises(LabError, match="another command is building or removing the lab 91")
+    with SETTINGS.exclusive(), other.exclusive(), refused, SETTINGS.exclusive():
+        pass
+
+
+def test_hints_work_as_they_are_printed(tmp_path: Path) -> None:
+    assert "unchanged: .venv/bin/ansible-playbook site.yml" in up.summary(Settings.default())
+    text = up.summary(Settings(91, tmp_path / "91", Settings.default().cache))
+    assert f"unchanged: LAB_SUBNET=91 LAB_STATE={tmp_path} .venv/bin/ansible-playbook" in text
+    assert f"Remove it all:    LAB_SUBNET=91 LAB_STATE={tmp_path} make lab-down" in text
+
+
+def test_doctor_does_not_ask_for_what_the_lab_makes_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    (finding,) = [one for one in doctor.examine(SETTINGS) if one.name == "environment"]
+    assert not finding.needed
+    assert doctor.report([finding]) == "later  environment  `make lab` makes it\nEverything is there."
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
