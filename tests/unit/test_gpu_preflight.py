@@ -13,9 +13,11 @@ from tests.unit.loading import load
 gpu_check = load("roles/gpu_preflight/library/gpu_check.py")
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
-H200 = f"0, NVIDIA H200, {UUID}, 00000000:00:06.0, 143771, 9.0, 580.159.04\n"
-A6000 = "".join(f"{n}, NVIDIA RTX A6000, {UUID}, 00000000:0{n + 1}:00.0, 49140, 8.6, 580.126.09\n" for n in (0, 1))
-GB10 = f"0, NVIDIA GB10, {UUID}, 0000000F:01:00.0, [N/A], 12.1, 580.95.05\n"
+H200 = f"0, NVIDIA H200, {UUID}, 00000000:00:06.0, 143771, 9.0, 580.159.04, Disabled\n"
+A6000 = "".join(
+    f"{n}, NVIDIA RTX A6000, {UUID}, 00000000:0{n + 1}:00.0, 49140, 8.6, 580.126.09, [N/A]\n" for n in (0, 1)
+)
+GB10 = f"0, NVIDIA GB10, {UUID}, 0000000F:01:00.0, [N/A], 12.1, 580.95.05, [N/A]\n"
 PRO_6000 = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 
 
@@ -35,7 +37,7 @@ def test_answer_of_one_gpu() -> None:
     assert [dataclasses.asdict(one) for one in gpu_check.parse(0, H200)] == [
         {
             "index": 0, "name": "NVIDIA H200", "uuid": UUID, "pci_bus_id": "00000000:00:06.0",
-            "memory_mib": 143771, "compute_capability": "9.0", "driver_version": "580.159.04",
+            "memory_mib": 143771, "compute_capability": "9.0", "driver_version": "580.159.04", "mig": False,
         }
     ]  # fmt: skip
 
@@ -68,8 +70,8 @@ def test_shared_memory_has_no_size_of_its_own() -> None:
         (6, "No devices were found\n", "vfio-pci"),
         (0, "No devices were found\n", "vfio-pci"),
         (15, "Unable to determine the device handle for GPU0000:01:00.0: GPU is lost.  Reboot the system\n", "Xid 79"),
-        (2, 'Field "compute_cap" is not a valid field to query.\n\n', 'ended with 2: Field "compute_cap"'),
-        (0, "0, NVIDIA H200\n", "not the 7 fields"),
+        (2, 'Field "compute_cap" is not a valid field to query.\n\n', "older than 510"),
+        (0, "0, NVIDIA H200\n", "not the 8 fields"),
     ],
 )
 def test_each_fault_has_its_own_message(code: int, output: str, said: str) -> None:
@@ -163,3 +165,14 @@ def test_memory_and_each_disk_are_compared() -> None:
 )
 def test_memory_is_the_control_groups_where_that_is_lower(limit: str, expected: int) -> None:
     assert gpu_check.memory_limit_mib("MemTotal:       24684568 kB\nMemFree: 1 kB\n", limit) == expected
+
+
+def test_model_that_is_wanted_where_no_gpu_is() -> None:
+    (problem,) = gpu_check.gpu_problems(wanted(model=PRO_6000), [])
+    assert "is wanted, and no GPU is here" in problem
+
+
+def test_gpu_that_is_cut_into_instances_is_refused() -> None:
+    (one,) = gpu_check.parse(0, H200.replace("Disabled", "Enabled"))
+    (problem,) = gpu_check.gpu_problems(wanted(model="NVIDIA H200", count=1), [one])
+    assert problem.endswith("End it on the host: nvidia-smi -i 0 -mig 0.")

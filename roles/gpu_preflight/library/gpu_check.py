@@ -54,11 +54,11 @@ RETURN = r"""
 ansible_facts:
   type: dict
   returned: always
-  description: The GPUs as the fact C(gpus), a list with index, name, uuid, pci_bus_id, memory_mib, compute_capability
-    and driver_version of each, and C(gpus_simulated).
+  description: The GPUs as the fact C(gpus), a list with index, name, uuid, pci_bus_id, memory_mib, compute_capability,
+    driver_version and mig of each, and C(gpus_simulated).
 """
 
-QUERY = ("index", "name", "uuid", "pci.bus_id", "memory.total", "compute_cap", "driver_version")
+QUERY = ("index", "name", "uuid", "pci.bus_id", "memory.total", "compute_cap", "driver_version", "mig.mode.current")
 
 CAPABILITIES = {
     "NVIDIA GeForce RTX 3090": "8.6",
@@ -102,6 +102,10 @@ REMEDIES = (
         "No devices were found",
         "there is a driver but no GPU. Look whether vfio-pci owns the cards: lspci -nnk -d 10de:",
     ),
+    (
+        "is not a valid field to query",
+        "the driver is older than 510, which says too little about its GPUs. Raise nvidia_driver_version",
+    ),
     ("GPU is lost", "a GPU has fallen off the bus. Power-cycle the host and look at its kernel log for Xid 79"),
 )
 
@@ -116,6 +120,7 @@ class Gpu:
 
     Attributes:
         memory_mib: its own memory in MiB; None where it shares the machine's (GB10).
+        mig: whether it is cut into instances.
     """
 
     index: int
@@ -125,6 +130,7 @@ class Gpu:
     memory_mib: int | None
     compute_capability: str
     driver_version: str
+    mig: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,9 +165,9 @@ def parse(code: int, output: str) -> list[Gpu]:
     for row in csv.reader(io.StringIO(output), skipinitialspace=True):
         if len(row) != len(QUERY):
             raise CheckError(f"nvidia-smi answered {row}, not the {len(QUERY)} fields that were asked for.")
-        index, name, uuid, bus, memory, capability, driver = (cell.strip() for cell in row)
+        index, name, uuid, bus, memory, capability, driver, mig = (cell.strip() for cell in row)
         number = int(memory) if memory.isdecimal() else None
-        gpus.append(Gpu(int(index), name, uuid, bus, number, capability, driver))
+        gpus.append(Gpu(int(index), name, uuid, bus, number, capability, driver, mig == "Enabled"))
     return gpus
 
 
@@ -198,6 +204,17 @@ def model_problems(wanted: Wanted, gpus: list[Gpu]) -> list[str]:
 def gpu_problems(wanted: Wanted, gpus: list[Gpu]) -> list[str]:
     """Return what is wrong with the GPUs."""
     problems = model_problems(wanted, gpus)
+    if wanted.model and not (gpus or problems):
+        problems.append(
+            f"gpu_preflight_model: {wanted.model!r} is wanted, and no GPU is here. Look at lxc_container_devices and "
+            "at what vfio-pci owns on the host, or empty the variable."
+        )
+    problems += [
+        f"gpu_preflight_count: GPU {gpu.index} ({gpu.name}) is in MIG mode, and whole GPUs are wanted. End it on the "
+        f"host: nvidia-smi -i {gpu.index} -mig 0."
+        for gpu in gpus
+        if gpu.mig
+    ]
     if wanted.count and len(gpus) != wanted.count:
         problems.append(
             f"gpu_preflight_count: {wanted.count} GPUs are wanted, {len(gpus)} are here. Look at lxc_container_devices "
