@@ -573,6 +573,20 @@ def deployment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
                 )
 
 
+def node_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
+    """Report device nodes that the module itself would refuse.
+
+    Args:
+        fleet: the inventory.
+        module: the file of the module gpu_nodes.
+    """
+    for host in fleet.values():
+        if ("gpu_devices", "main") in host.roles:
+            for text in module.problems(host.get("gpu_devices_nodes") or []):
+                variable, _, rest = text.partition(": ")
+                yield one(host, variable, rest)
+
+
 def environment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
     """Report environments whose place the module itself would refuse.
 
@@ -745,6 +759,8 @@ class ActionModule(ActionBase):
         ran = {role for host in ours.values() for role, _ in host.roles}
         if "lxc_container" in ran:
             yield from definition_problems(ours, self._module("lxc_container", "lxc_guest"))
+        if "gpu_devices" in ran:
+            yield from node_problems(ours, self._module("gpu_devices", "gpu_nodes"))
         if "uv_venv" in ran:
             yield from environment_problems(ours, self._module("uv_venv", "uv_release"))
         if "sglang" in ran:

@@ -292,6 +292,10 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "ct200, kpro6: nvidia_driver_version: is '580', which is not a package's full version. Write it with the "
         "revision, such as 580.126.09-1; `apt-cache policy` on the host lists those there are.",
     ),
+    "node without numbers": (
+        {"kpro6": {"gpu_devices_nodes": [{"path": "/dev/nvidia0"}]}, "ct200": {"lxc_container_devices": []}},
+        "kpro6: gpu_devices_nodes[0] (/dev/nvidia0): has none of sysfs, driver and major. Give one of them.",
+    ),
     "declared GPUs of another model": (
         {"kpro6": {"gpu_preflight_simulated": [{"name": "NVIDIA H200", "memory_mib": 1, "compute_capability": "9.0"}]}},
         "kpro6: gpu_preflight_model: is 'NVIDIA RTX PRO 6000 Blackwell Server Edition', but gpu_preflight_simulated "

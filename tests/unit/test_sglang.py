@@ -336,6 +336,17 @@ def test_change_that_was_proved_before_the_kill_is_not_made_again(tmp_path: Path
     assert left(tmp_path) == []
 
 
+def test_settled_is_what_needs_nothing(tmp_path: Path, machine: Machine) -> None:
+    assert not manager(tmp_path).settled()
+    manager(tmp_path).apply()
+    assert manager(tmp_path).settled()
+    assert not manager(tmp_path, served_model_name="x").settled()
+    assert not manager(tmp_path, unit=UNIT + "UMask=0027\n").settled()
+    assert not manager(tmp_path, SECOND).settled()
+    machine.states["sglang@main.service"] = "activating"
+    assert not manager(tmp_path).settled()
+
+
 def test_server_that_still_starts_is_waited_for(tmp_path: Path, machine: Machine) -> None:
     manager(tmp_path).apply()
     machine.states["sglang@main.service"] = "activating"

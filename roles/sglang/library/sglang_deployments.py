@@ -53,6 +53,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
+settled: {type: bool, returned: always, description: "Whether V(present) would do nothing, in V(checked)."}
 restarted: {type: list, elements: str, returned: always, description: Deployments that were started or restarted.}
 removed: {type: list, elements: str, returned: always, description: Deployments that were taken away.}
 """
@@ -463,8 +464,7 @@ class Manager:
             DeploymentError: a deployment did not come up; its former form, and what it displaced, runs again.
         """
         changed = self.check()
-        names = {one.name for one in self.deployments}
-        stale = sorted(name for name in instances() if name not in names)
+        stale = self.stale()
         self.restarted = [one.name for one in changed]
         self.removed = stale
         unit_changed = text_of(TEMPLATE) != self.unit
@@ -485,6 +485,21 @@ class Manager:
                 systemctl("daemon-reload")
             shutil.rmtree(CONFIGS / ".before", ignore_errors=True)
         return bool(changed or stale or unit_changed)
+
+    def stale(self) -> list[str]:
+        """Return the names of installed deployments that are no longer wanted."""
+        names = {one.name for one in self.deployments}
+        return sorted(name for name in instances() if name not in names)
+
+    def settled(self) -> bool:
+        """Tell whether nothing is to be done or waited for.
+
+        Raises:
+            DeploymentError: a deployment cannot work.
+        """
+        starting = any(state(one.unit) != "active" for one in self.deployments)
+        unit = not self.deployments or text_of(TEMPLATE) == self.unit
+        return not (self.check() or self.stale() or starting) and unit
 
     def wait(self, unchanged: list[Deployment]) -> None:
         """Wait for servers that are right and still start.
@@ -706,15 +721,18 @@ def main() -> None:
     checking = values["state"] == "checked"
     manager = Manager(deployments, values["user"], values["unit"], dry)
     try:
-        if checking:
-            manager.check()
+        settled = manager.settled() if checking else True
         with nullcontext() if dry or checking else exclusive():
             changed = False if checking else manager.apply()
     except (DeploymentError, OSError) as error:
         module.fail_json(msg=f"SGLang on {os.uname().nodename}: {error}")
     diff = {"before": "".join(manager.before), "after": "".join(manager.after)}
     module.exit_json(
-        changed=changed, restarted=manager.restarted, removed=manager.removed, diff=diff if not checking else {}
+        changed=changed,
+        settled=settled,
+        restarted=manager.restarted,
+        removed=manager.removed,
+        diff=diff if not checking else {},
     )
 
 
