@@ -38,7 +38,7 @@ LIMIT ?= all
 
 .PHONY: verify lint unit test test-all
 verify: env ## read back what is true: INVENTORY=inventories/lab LIMIT=all DISRUPTIVE= (1 also restarts things, for a LIMIT)
-	$(if $(DISRUPTIVE),$(if $(filter all,$(LIMIT)),$(error DISRUPTIVE=1 restarts hosts and containers, kills servers and \
+	$(if $(DISRUPTIVE),$(if $(filter command environment,$(firstword $(origin LIMIT))),,$(error DISRUPTIVE=1 restarts hosts and containers, kills servers and \
 	    fills /dev/shm. Say where: LIMIT=ct200)))
 	$(BIN)/pytest tests/testinfra/present --inventory $(INVENTORY) --limit '$(LIMIT)' $(if $(DISRUPTIVE),--disruptive)
 lint: env ## all linters

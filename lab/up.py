@@ -53,11 +53,19 @@ def fetch_torch(wheelhouse: Path) -> None:
     """Put PyTorch's CPU build into a folder, where it is not there with the right hash."""
     wheelhouse.mkdir(parents=True, exist_ok=True)
     pinned = TORCH_CPU.read_text()
-    if any(hashlib.sha256(file.read_bytes()).hexdigest() in pinned for file in wheelhouse.glob("torch-*.whl")):
-        return
+    for file in wheelhouse.glob("torch-*.whl"):
+        with file.open("rb") as wheel:
+            if hashlib.file_digest(wheel, "sha256").hexdigest() in pinned:
+                return
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--python-version", "3.11"]
     index = ["--extra-index-url", TORCH_CPU_INDEX]
-    run([PIP, "download", "--quiet", *options, *index, "--dest", wheelhouse, "--requirement", TORCH_CPU])
+    try:
+        run([PIP, "download", "--quiet", *options, *index, "--dest", wheelhouse, "--requirement", TORCH_CPU])
+    except LabError as error:
+        raise LabError(
+            f"LAB_TORCH_INDEX: {TORCH_CPU_INDEX} did not give the wheel of {TORCH_CPU.relative_to(ROOT)}. Name an index "
+            f"that this machine reaches, or put the wheel into {wheelhouse}.\n{error}"
+        ) from error
 
 
 def play(settings: Settings, *words: str | Path) -> None:

@@ -18,6 +18,7 @@ LOGS = ROOT / "build" / "test"
 BIN = Path(sys.executable).parent
 TEST_SUBNET = "78"
 SHOWN_LINES = 80
+END_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,20 @@ def steps(everything: bool) -> list[Step]:
     return found
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End what a step has left running, with time to clean up after itself."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        limit = time.monotonic() + END_TIMEOUT_S
+        try:
+            os.killpg(process.pid, number)
+            while time.monotonic() < limit:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+        except ProcessLookupError:
+            return
+
+
 def run(step: Step) -> int:
     """Run a step with its output in build/test/NAME.log; on failure its end is shown too."""
     log = LOGS / f"{step.name}.log"
@@ -85,9 +100,14 @@ def run(step: Step) -> int:
     print(f"==> {step.name}", flush=True)
     with log.open("w") as output:
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-        code = subprocess.run(
-            step.argv, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
-        ).returncode
+        process = subprocess.Popen(
+            step.argv, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait()
+        finally:
+            end(process)
     verdict = "passed" if code == 0 else f"FAILED ({code}), the end of {log.relative_to(ROOT)}:"
     print(f"==> {step.name}: {time.monotonic() - start:.1f} s, {verdict}", flush=True)
     if code:
@@ -115,6 +135,8 @@ def main() -> None:
         for step in [*prepare, *chosen]:
             tally.add(step, run(step))
     finally:
+        for received in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(received, signal.SIG_IGN)
         last = Step("down-again", (*lab, "down"))
         tally.add(last, run(last))
     for name in tally.failed:

@@ -1,5 +1,6 @@
 """The lab finds the machine's mirror, marks what it makes, and refuses what it cannot work with."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -152,6 +153,18 @@ def test_two_commands_on_one_lab_exclude_each_other(tmp_path: Path, monkeypatch:
     refused = pytest.raises(LabError, match="another command is building or removing the lab 91")
     with SETTINGS.exclusive(), other.exclusive(), refused, SETTINGS.exclusive():
         pass
+
+
+def test_torch_that_is_there_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = tmp_path / "torch.txt"
+    pins.write_text(f"torch==1 --hash=sha256:{hashlib.sha256(b'wheel').hexdigest()}\n")
+    monkeypatch.setattr(up, "TORCH_CPU", pins)
+    monkeypatch.setattr(up, "ROOT", tmp_path)
+    monkeypatch.setattr(up, "PIP", "/bin/false")
+    with pytest.raises(LabError, match=r"LAB_TORCH_INDEX: \S+ did not give the wheel of torch\.txt\. Name an index"):
+        up.fetch_torch(tmp_path / "wheels")
+    (tmp_path / "wheels/torch-1.whl").write_bytes(b"wheel")
+    up.fetch_torch(tmp_path / "wheels")
 
 
 def test_hints_work_as_they_are_printed(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """The closing line of `make test` counts what passed and what failed, and nothing twice."""
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,18 @@ def test_every_scenario_is_a_step() -> None:
     names = {step.name for step in run.steps(everything=False)}
     scenarios = {file.parent.name for file in run.ROOT.glob("molecule/*/molecule.yml")}
     assert {f"molecule-{name}" for name in scenarios} | {"lint", "unit", "site"} == names
+
+
+def test_what_a_step_leaves_behind_is_ended(logs: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    run.run(run.Step("leaves", ("sh", "-c", f"sleep 60 & echo $! >{mark}")))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
+    assert (logs / "leaves.log").exists()
+
+
+def test_a_step_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "END_TIMEOUT_S", 0.3)
+    process = subprocess.Popen(["sh", "-c", "trap '' INT; sleep 60"], start_new_session=True)
+    run.end(process)
+    assert process.wait() == -signal.SIGKILL
