@@ -63,8 +63,8 @@ def fetch_torch(wheelhouse: Path) -> None:
         run([PIP, "download", "--quiet", *options, *index, "--dest", wheelhouse, "--requirement", TORCH_CPU])
     except LabError as error:
         raise LabError(
-            f"LAB_TORCH_INDEX: {TORCH_CPU_INDEX} did not give the wheel of {TORCH_CPU.relative_to(ROOT)}. Name an index "
-            f"that this machine reaches, or put the wheel into {wheelhouse}.\n{error}"
+            f"LAB_TORCH_INDEX: {TORCH_CPU_INDEX} did not give the wheel of {TORCH_CPU.relative_to(ROOT)}. Name an "
+            f"index that this machine reaches, or put the wheel into {wheelhouse}.\n{error}"
         ) from error
 
 

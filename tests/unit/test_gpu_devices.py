@@ -120,3 +120,24 @@ def test_one_guest_can_be_chosen(tmp_path: Path) -> None:
     plan.run(dry=False)
     assert plan.errors == []
     assert include.exists()
+
+
+@pytest.mark.parametrize("text", ["no json", "{}", '{"devices": null, "include": "/x"}'])
+def test_a_guests_file_that_cannot_be_read_is_named_and_the_others_get_their_rules(tmp_path: Path, text: str) -> None:
+    include = configure(tmp_path, [], ["/dev/null"])
+    (tmp_path / "guests/ct0.json").write_text(text)
+    plan = tool.Plan(tmp_path)
+    plan.run(dry=False)
+    (error,) = plan.errors
+    assert error.startswith(f"ct0: {tmp_path}/guests/ct0.json cannot be read")
+    assert include.exists()
+
+
+def test_a_node_that_cannot_be_made_is_named_and_guests_get_their_rules(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    node = {"path": str(tmp_path / "file/nvidia0"), "major": 195, "minor": 0, "mode": "0666"}
+    include = configure(tmp_path, [node], ["/dev/null"])
+    plan = tool.Plan(tmp_path)
+    plan.run(dry=False)
+    assert plan.errors == [f"{tmp_path}/file/nvidia0: File exists"]
+    assert include.exists()

@@ -195,6 +195,11 @@ def test_only_the_main_section_and_what_is_pending_count() -> None:
     assert options["memory"] == "4096"
 
 
+def test_what_waits_for_its_removal_is_away() -> None:
+    pending = PVE.replace("memory: 4096", "memory: 4096\ndelete: dev2,!onboot")
+    assert {"dev2", "onboot", "delete"} & module.main_section(pending).keys() == set()
+
+
 def test_order_of_parts_makes_no_difference() -> None:
     assert module.normal("name=eth0,bridge=vmbr0") == module.normal("bridge=vmbr0,name=eth0")
     assert module.normal("/dev/a,mode=0666") != module.normal("/dev/b,mode=0666")
@@ -434,6 +439,34 @@ def test_partial_container_of_this_role_can_be_removed_and_another_folder_cannot
     assert module.converge(backend, "absent")["changed"]
     assert not (tmp_path / "ct200").exists()
     assert not module.converge(backend, "absent")["changed"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            '{"changes": [], "errors": ["ct200: /dev/a: not a character device on this host"]}',
+            "/dev/a: not a character",
+        ),
+        ("Traceback", "gpu-devices: it broke"),
+    ],
+)
+def test_rules_that_cannot_be_made_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, message: str
+) -> None:
+    monkeypatch.setattr(module, "GUESTS", tmp_path)
+    monkeypatch.setattr(module, "run", lambda *_: subprocess.CompletedProcess([], 1, answer, "it broke"))
+    (tmp_path / "ct200.json").touch()
+    with pytest.raises(module.GuestError, match=message):
+        module.Lxc(guest(), False, tmp_path)._make_rules()
+
+
+def test_fault_of_another_node_does_not_concern_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = '{"changes": ["ct200: /x"], "errors": ["/dev/nvidia7: driver nvidia has no major"]}'
+    monkeypatch.setattr(module, "GUESTS", tmp_path)
+    monkeypatch.setattr(module, "run", lambda *_: subprocess.CompletedProcess([], 1, answer, ""))
+    (tmp_path / "ct200.json").touch()
+    assert module.Lxc(guest(), False, tmp_path)._make_rules()
 
 
 def test_rules_of_a_container_whose_folder_is_gone_can_be_removed(

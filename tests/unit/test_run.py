@@ -60,6 +60,9 @@ def test_what_a_step_leaves_behind_is_ended(logs: Path, tmp_path: Path) -> None:
 
 def test_a_step_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "END_TIMEOUT_S", 0.3)
-    process = subprocess.Popen(["sh", "-c", "trap '' INT; sleep 60"], start_new_session=True)
+    words = ["sh", "-c", "trap '' INT; echo ready; sleep 60"]
+    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.readline()
     run.end(process)
     assert process.wait() == -signal.SIGKILL

@@ -73,7 +73,7 @@ def actual(path: Path) -> tuple[Numbers, int] | None:
     """Return numbers and mode of a character device, None where there is none at `path`."""
     try:
         status = path.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     if not stat.S_ISCHR(status.st_mode):
         return None
@@ -116,10 +116,15 @@ class Plan:
         loaded = json.loads(nodes.read_text()) if nodes.exists() else {}
         self.nodes: list[dict[str, object]] = loaded.get("nodes", [])
         self.wait_s: float = loaded.get("wait_s", 0)
-        files = sorted((config / "guests").glob(f"{guest or '*'}.json"))
-        self.guests = {file.stem: json.loads(file.read_text()) for file in files}
+        self.guests: dict[str, tuple[list[str], Path]] = {}
         self.changes: list[str] = []
         self.errors: list[str] = []
+        for file in sorted((config / "guests").glob(f"{guest or '*'}.json")):
+            try:
+                one = json.loads(file.read_text())
+                self.guests[file.stem] = [str(device) for device in one["devices"]], Path(one["include"])
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                self.errors.append(f"{file.stem}: {file} cannot be read ({error!r}). Apply lxc_container again")
 
     def resolved(self) -> list[tuple[dict[str, object], Numbers]]:
         """Return each node with its numbers, waiting up to wait_s for drivers that are still coming up."""
@@ -144,11 +149,13 @@ class Plan:
             if actual(path) != (numbers, mode):
                 self.changes.append(f"{path}: character device {numbers.major}:{numbers.minor}, mode {mode:04o}")
                 if not dry:
-                    make(path, numbers, mode)
-        for name, guest in self.guests.items():
-            include = Path(guest["include"])
+                    try:
+                        make(path, numbers, mode)
+                    except OSError as error:
+                        self.errors.append(f"{path}: {error.strerror}")
+        for name, (devices, include) in self.guests.items():
             try:
-                wanted: str | None = rules(guest["devices"])
+                wanted: str | None = rules(devices)
             except DeviceError as error:
                 self.errors.append(f"{name}: {error}")
                 wanted = None

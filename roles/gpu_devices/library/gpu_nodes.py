@@ -248,6 +248,10 @@ def main() -> None:
         changed = state != "checked" and (nodes.present() if state == "present" else nodes.absent())
     except (NodesError, OSError) as error:
         module.fail_json(msg=f"{os.uname().nodename}: {error}")
+    for text in nodes.asked.errors if module.check_mode else []:
+        module.warn(
+            f"gpu-devices: {text}; a real run loads gpu_devices_modules first and fails where that does not help"
+        )
     module.exit_json(changed=changed, nodes=nodes.asked.changes, diff=nodes.diff)
 
 

@@ -307,14 +307,20 @@ def normal(value: str) -> tuple[tuple[str, str], ...]:
 
 def main_section(text: str) -> dict[str, str]:
     """Return the options in a Proxmox container file with those that wait for a restart, without its snapshots'."""
-    options, section = {}, PENDING
+    options: dict[str, str] = {}
+    section = PENDING
     for line in text.splitlines():
         if line.startswith("["):
             section = line.strip()
         if section != PENDING:
             continue
         found = re.match(r"([\w.]+)\s*[:=]\s*(.*)", line)
-        if found and not line.startswith("#"):
+        if not found or line.startswith("#"):
+            continue
+        if found[1] == "delete":
+            for key in re.split(r"[,;\s]+", found[2]):
+                options.pop(key.lstrip("!"), None)
+        else:
             options[found[1]] = found[2].strip()
     return options
 
@@ -701,8 +707,15 @@ class Lxc(Backend):
         """Let gpu-devices write the rules of its devices and tell whether they changed."""
         if not self.devices.exists():
             return False
-        done = run(["/usr/local/sbin/gpu-devices", "--guest", self.guest.name])
-        return any(change.startswith(f"{self.guest.name}: ") for change in json.loads(done.stdout)["changes"])
+        done, mine = run(["/usr/local/sbin/gpu-devices", "--guest", self.guest.name], False), f"{self.guest.name}: "
+        try:
+            answer = json.loads(done.stdout)
+        except ValueError as error:
+            raise GuestError(f"gpu-devices: {done.stderr.strip()[-500:]}") from error
+        errors = [line.removeprefix(mine) for line in answer["errors"] if line.startswith(mine)]
+        if errors:
+            raise GuestError(f"gpu-devices: {'; '.join(errors)}. Correct lxc_container_devices, or load the driver.")
+        return any(change.startswith(mine) for change in answer["changes"])
 
     def problems(self) -> list[str]:
         """Return all that stands in the way of the definition on this host."""
@@ -867,8 +880,8 @@ class Pct(Backend):
     def owner_problems(self) -> list[str]:
         """Return why what is there under this number is not this container."""
         found = []
-        owner = main_section(readable_text(self.config)).get("hostname")
-        if owner is not None and owner != self.guest.name:
+        owner = main_section(readable_text(self.config)).get("hostname", "a container without a hostname")
+        if self.config.exists() and owner != self.guest.name:
             found.append(
                 f"lxc_container_vmid: {self.guest.vmid} is used by {owner} on this host. Choose a free one, or correct "
                 "lxc_container_name."
@@ -1092,8 +1105,8 @@ def begin(backend: Backend) -> None:
         former = backend.former()
         if not former:
             raise
-        backend.put_back(former)
         try:
+            backend.put_back(former)
             backend.start()
             backend.proved()
             outcome = "it runs with its former configuration again"
