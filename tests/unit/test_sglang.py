@@ -1,8 +1,7 @@
 """Deployments become exact units, and what cannot work is named before anything is touched."""
 
-import http.server
+import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from tests.unit.loading import load
 
 module = load("roles/sglang/library/sglang_deployments.py")
-check = load("roles/sglang/files/wait_healthy.py")
 
 UNIT = "[Service]\nType=exec\n"
 PYTHON = Path("/opt/venvs/sglang/releases/abc/bin/python")
@@ -51,7 +49,7 @@ def test_drop_in_is_exact() -> None:
         "  --port 30000 \\",
         "  --served-model-name main \\",
         "  --tp-size 2",
-        "ExecStartPost=/usr/local/sbin/sglang-wait-healthy http://127.0.0.1:30000/health_generate",
+        "ExecStartPost=/usr/local/sbin/sglang-gate /etc/sglang/main.gate /etc/sglang/main.yml",
     ]
 
 
@@ -94,13 +92,32 @@ def test_another_unit_or_release_is_another_text() -> None:
 @pytest.mark.parametrize(
     ("host", "url"),
     [
-        ("0.0.0.0", "http://127.0.0.1:30000/health_generate"),
-        ("::", "http://[::1]:30000/health_generate"),
-        ("192.0.2.9", "http://192.0.2.9:30000/health_generate"),
+        ("0.0.0.0", "http://127.0.0.1:30000"),
+        ("::", "http://[::1]:30000"),
+        ("192.0.2.9", "http://192.0.2.9:30000"),
     ],
 )
-def test_health_is_asked_where_the_server_listens(host: str, url: str) -> None:
-    assert deployment(host=host).health_url == url
+def test_server_is_reached_where_it_listens(host: str, url: str) -> None:
+    assert deployment(host=host).url == url
+
+
+def test_gate_has_what_a_start_must_show() -> None:
+    canaries = ({"prompt": "2+2=", "pattern": "4", "tokens": 8},)
+    wanted = {"url": "http://127.0.0.1:30000", "canaries": list(canaries), "min_acceptance_length": 2.5}
+    assert json.loads(module.gate_text(deployment(canaries=canaries, min_acceptance_length=2.5))) == wanted
+
+
+def test_start_budget_follows_the_size_of_model_and_drafter(tmp_path: Path) -> None:
+    for name, mib in (("model", 40960), ("drafter", 2048)):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "a.safetensors").open("wb") as file:
+            file.truncate(mib * 2**20)
+    one = deployment(
+        model_path=str(tmp_path / "model"), arguments={"speculative_draft_model_path": str(tmp_path / "drafter")}
+    )
+    assert one.start_budget_s == 600 + 10 * 42
+    assert deployment(model_path="org/model").start_budget_s == 600
+    assert deployment(start_timeout_s=60).start_budget_s == 60
 
 
 @pytest.mark.parametrize(
@@ -112,6 +129,11 @@ def test_health_is_asked_where_the_server_listens(host: str, url: str) -> None:
         ([{"gpus": (0,)}, {"name": "second", "port": 30001, "gpus": (0,)}], "second: gpus has 0, which is main's too"),
         ([{"port": 70000}], "port 70000 is not from 1 to 65535"),
         ([{"environment": {"CUDA_VISIBLE_DEVICES": "0"}}], "Name the devices in gpus instead"),
+        (
+            [{"canaries": ({"prompt": "a", "pattern": "(", "tokens": 1},)}],
+            "canaries, pattern '(': missing ), unterminated",
+        ),
+        ([{"min_acceptance_length": 2.0}], "min_acceptance_length is 2, but arguments name no speculative-algorithm"),
         ([{"environment": {"A-B": "0"}}], "environment has 'A-B', which is not a variable's name"),
         ([{"environment": {"A": "0\n1"}}], "environment, A: the value has more than one line"),
         ([{"arguments": {"model_path": "/x"}}], "arguments has model_path. Use the key model_path for it."),
@@ -250,7 +272,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 def manager(tmp_path: Path, *several: dict[str, Any], dry: bool = False, unit: str = UNIT, **changes: Any) -> Any:
     """Return a manager of the deployment main, or of several."""
     shared = {"model_path": str(tmp_path), "venv": str(tmp_path / "venv")}
-    return module.Manager([deployment(**shared, **one) for one in several or (changes,)], "root", unit, dry)
+    return module.Manager([deployment(**shared, **one) for one in several or (changes,)], "root", unit, {}, dry)
 
 
 def left(tmp_path: Path) -> list[str]:
@@ -273,7 +295,7 @@ def test_only_root_reads_variables_and_only_the_service_its_configuration(tmp_pa
     manager(tmp_path, api_key="x", environment={"HF_TOKEN": "y"}).apply()
     assert machine.active() == {"main"}
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "configs").glob("main.*")}
-    assert modes == {"main.env": 0o600, "main.yml": 0o640}
+    assert modes == {"main.env": 0o600, "main.gate": 0o640, "main.yml": 0o640}
 
 
 def test_what_does_not_become_healthy_is_put_back(tmp_path: Path, machine: Machine) -> None:
@@ -430,32 +452,25 @@ def test_another_run_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest
         pass
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    """A server that breaks off, then says that it is not ready, then is."""
+def test_shared_programs_and_units_are_kept_as_they_should_be(tmp_path: Path, machine: Machine) -> None:
+    units = tmp_path / "units"
+    support = {tmp_path / "sbin/gate": "program\n", units / module.TIMER: "[Timer]\n"}
+    shared = {"model_path": str(tmp_path), "venv": str(tmp_path / "venv")}
 
-    count = 0
+    def run(**texts: str) -> Any:
+        now = {path: texts.get(path.name, text) for path, text in support.items()}
+        return module.Manager([deployment(**shared)], "root", UNIT, now, False)
 
-    def do_GET(self) -> None:
-        """Answer."""
-        type(self).count += 1
-        if self.count == 1:
-            self.connection.close()
-            return
-        self.send_response(503 if self.count == 2 else 200)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-
-def test_health_check_outlasts_a_server_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "POLL_S", 0.0)
-    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert check.wait(f"http://127.0.0.1:{server.server_port}/", Path("/proc/self"))
-        server.shutdown()
-    assert Answers.count == 3
-
-
-def test_health_check_ends_with_the_process(tmp_path: Path) -> None:
-    assert not check.wait("http://127.0.0.1:9/", tmp_path / "gone")
+    assert run().apply()
+    assert {path: (path.read_text(), path.stat().st_mode & 0o777) for path in support} == {
+        tmp_path / "sbin/gate": ("program\n", 0o755),
+        units / module.TIMER: ("[Timer]\n", 0o644),
+    }
+    assert machine.started() == [module.TIMER[7:-8], "main"]
+    assert run().settled()
+    assert not run(gate="other\n").settled()
+    assert run(gate="other\n").apply()
+    assert machine.started() == []
+    machine.states[module.TIMER] = "inactive"
+    assert run(gate="other\n").apply()
+    assert machine.states[module.TIMER] == "active"

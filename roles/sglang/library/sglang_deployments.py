@@ -37,6 +37,7 @@ options:
   user: {type: str, default: sglang, description: System user that runs the servers.}
   venv: {type: path, default: /opt/venvs/sglang/current, description: Environment of deployments that name none.}
   unit: {type: str, default: "", description: Text of C(sglang@.service).}
+  support: {type: dict, default: {}, description: Texts of the programs and units that all share, by path.}
 author: [maintainers]
 """
 
@@ -65,7 +66,12 @@ PROVED = "proved"
 CACHE = Path("/var/cache/sglang-flags")
 LOCK = Path("/run/lock/sglang-deployments")
 LOCK_TIMEOUT_S = 300.0
-HEALTH_CHECK = "/usr/local/sbin/sglang-wait-healthy"
+GATE = "/usr/local/sbin/sglang-gate"
+WATCHDOG = Path("/usr/local/sbin/sglang-watchdog")
+WATCHDOG_STATE = Path("/var/lib/sglang-watchdog")
+TIMER = "sglang-watchdog.timer"
+START_BASE_S = 600
+START_S_PER_GIB = 10
 RESTARTS = 5
 RESTART_PAUSE_S = 5
 OWNED = {
@@ -115,7 +121,9 @@ class Deployment:
     api_key: str = ""
     metrics: bool = True
     venv: str = ""
-    start_timeout_s: int = 900
+    start_timeout_s: int = 0
+    canaries: tuple[dict[str, Any], ...] = ()
+    min_acceptance_length: float = 0.0
 
     @property
     def unit(self) -> str:
@@ -138,6 +146,29 @@ class Deployment:
         return CONFIGS / f"{self.name}.env"
 
     @property
+    def gate(self) -> Path:
+        """File that only the service reads, with what a start has to show."""
+        return CONFIGS / f"{self.name}.gate"
+
+    @property
+    def start_budget_s(self) -> int:
+        """Seconds within which it must be healthy: as given, or by the size of its weights."""
+        if self.start_timeout_s:
+            return self.start_timeout_s
+        files = [file for folder in self.model_folders.values() for file in Path(folder).glob("*.safetensors")]
+        return START_BASE_S + round(START_S_PER_GIB * sum(file.stat().st_size for file in files) / 2**30)
+
+    @property
+    def model_folders(self) -> dict[str, str]:
+        """Folders of its model and drafter by the key that names each; a name on a hub is none."""
+        named = {"model_path": self.model_path} | {
+            f"arguments, {key}": value
+            for key, value in self.arguments.items()
+            if key.replace("_", "-").endswith("model-path") and isinstance(value, str)
+        }
+        return {key: path for key, path in named.items() if path.startswith("/")}
+
+    @property
     def flags(self) -> dict[str, Any]:
         """Every flag with its value, secret ones included."""
         own: dict[str, Any] = {
@@ -153,10 +184,20 @@ class Deployment:
         return own | {key.replace("_", "-"): value for key, value in self.arguments.items()}
 
     @property
-    def health_url(self) -> str:
-        """Address that answers when the server can generate."""
+    def url(self) -> str:
+        """Where programs of this machine reach it."""
         local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104
-        return f"http://{local.get(self.host, self.host)}:{self.port}/health_generate"
+        return f"http://{local.get(self.host, self.host)}:{self.port}"
+
+
+def gate_text(deployment: Deployment) -> str:
+    """Return the gate's file as JSON."""
+    wanted = {
+        "url": deployment.url,
+        "canaries": deployment.canaries,
+        "min_acceptance_length": deployment.min_acceptance_length,
+    }
+    return json.dumps(wanted, indent=1) + "\n"
 
 
 def config_text(deployment: Deployment) -> str:
@@ -206,7 +247,7 @@ def dropin_text(deployment: Deployment, python: Path, unit: str) -> str:
         python: interpreter of the very release it runs; a new release is a new text, and so a restart.
         unit: text of sglang@.service, whose digest is in the drop-in for the same reason.
     """
-    limit = RESTARTS * (deployment.start_timeout_s + RESTART_PAUSE_S)
+    limit = RESTARTS * (deployment.start_budget_s + RESTART_PAUSE_S)
     lines = [
         f"# sglang@.service {hashlib.sha256(unit.encode()).hexdigest()[:16]}",
         "[Unit]",
@@ -219,9 +260,9 @@ def dropin_text(deployment: Deployment, python: Path, unit: str) -> str:
     lines += [
         f"EnvironmentFile={deployment.variables}",
         f"RestartSec={RESTART_PAUSE_S}",
-        f"TimeoutStartSec={deployment.start_timeout_s}",
+        f"TimeoutStartSec={deployment.start_budget_s}",
         f"ExecStart={command(deployment, python)}",
-        f"ExecStartPost={HEALTH_CHECK} {deployment.health_url}",
+        f"ExecStartPost={GATE} {deployment.gate} {deployment.config}",
     ]
     return "".join(f"{line}\n" for line in lines)
 
@@ -255,6 +296,19 @@ def shape_problems(deployments: list[Deployment]) -> list[str]:
                 problems.append(f"{where}: environment has {key!r}, which is not a variable's name. Rename it.")
             if re.search(r"[\n\r\0]", str(value)):
                 problems.append(f"{where}: environment, {key}: the value has more than one line. Make it one.")
+        for canary in one.canaries:
+            try:
+                re.compile(canary["pattern"])
+            except re.error as error:
+                problems.append(
+                    f"{where}: canaries, pattern {canary['pattern']!r}: {error}. Write a regular expression."
+                )
+        speculates = any(key.replace("_", "-") == "speculative-algorithm" for key in one.arguments)
+        if one.min_acceptance_length and not speculates:
+            problems.append(
+                f"{where}: min_acceptance_length is {one.min_acceptance_length:g}, but arguments name no "
+                "speculative-algorithm. Set it to 0, or choose one."
+            )
         for key in one.arguments:
             owner = OWNED.get(key.replace("_", "-"))
             if owner:
@@ -273,14 +327,8 @@ def machine_problems(deployments: list[Deployment], dry: bool) -> list[str]:
     ours = {installed(name)[0] for name in instances() if state(f"sglang@{name}.service") not in ("inactive", "failed")}
     for one in deployments:
         where = f"sglang_deployments, {one.name}"
-        paths = {"model_path": one.model_path}
-        paths |= {
-            f"arguments, {key}": value
-            for key, value in one.arguments.items()
-            if key.replace("_", "-").endswith("model-path") and isinstance(value, str)
-        }
-        for key, path in paths.items():
-            if path.startswith("/") and not (Path(path) / "config.json").is_file():
+        for key, path in one.model_folders.items():
+            if not (Path(path) / "config.json").is_file():
                 problems.append(
                     f"{where}: {key} {path} has no config.json. Mount the model (lxc_container_mounts), or correct it."
                 )
@@ -402,9 +450,19 @@ def exclusive() -> Iterator[None]:
 class Manager:
     """Brings the units of this machine to the definition."""
 
-    def __init__(self, deployments: list[Deployment], user: str, unit: str, dry: bool) -> None:
-        """Work towards these deployments; with `dry` nothing is changed."""
-        self.deployments, self.user, self.unit, self.dry = deployments, user, unit, dry
+    def __init__(
+        self, deployments: list[Deployment], user: str, unit: str, support: dict[Path, str], dry: bool
+    ) -> None:
+        """Work towards these deployments.
+
+        Args:
+            deployments: the deployments.
+            user: system user that runs them.
+            unit: text of sglang@.service.
+            support: texts of the programs and units that all of them share, by path.
+            dry: whether nothing is changed.
+        """
+        self.deployments, self.user, self.unit, self.support, self.dry = deployments, user, unit, support, dry
         self.before: list[str] = []
         self.after: list[str] = []
         self.restarted: list[str] = []
@@ -416,6 +474,7 @@ class Manager:
             one.dropin: dropin_text(one, python_of(one), self.unit),
             one.config: config_text(one),
             one.variables: variables_text(one),
+            one.gate: gate_text(one),
         }
 
     def former(self, one: Deployment) -> Path:
@@ -467,9 +526,11 @@ class Manager:
         stale = self.stale()
         self.restarted = [one.name for one in changed]
         self.removed = stale
+        support = self.missing_support()
         unit_changed = text_of(TEMPLATE) != self.unit
         if not self.dry:
             self.wait([one for one in self.deployments if one not in changed])
+            self.install_support()
             saved = self.save(changed)
             try:
                 self.replace(changed, stale)
@@ -484,7 +545,7 @@ class Manager:
                 write(TEMPLATE, self.unit, 0o644)
                 systemctl("daemon-reload")
             shutil.rmtree(CONFIGS / ".before", ignore_errors=True)
-        return bool(changed or stale or unit_changed)
+        return bool(changed or stale or unit_changed or support)
 
     def stale(self) -> list[str]:
         """Return the names of installed deployments that are no longer wanted."""
@@ -499,7 +560,25 @@ class Manager:
         """
         starting = any(state(one.unit) != "active" for one in self.deployments)
         unit = not self.deployments or text_of(TEMPLATE) == self.unit
-        return not (self.check() or self.stale() or starting) and unit
+        return not (self.check() or self.stale() or starting or self.missing_support()) and unit
+
+    def missing_support(self) -> list[Path]:
+        """Return the shared programs and units that are not as they should be, and the timer where it does not run."""
+        found = [path for path, text in self.support.items() if text_of(path) != text]
+        timer = UNITS / TIMER
+        if timer in self.support and timer not in found and not (state(TIMER) == "active" and enabled(TIMER)):
+            found.append(timer)
+        return found
+
+    def install_support(self) -> None:
+        """Bring the shared programs and units to their texts; the timer starts."""
+        missing = self.missing_support()
+        for path in missing:
+            write(path, self.support[path], 0o644 if path.parent == UNITS else 0o755)
+        if any(path.parent == UNITS for path in missing):
+            systemctl("daemon-reload")
+            systemctl("enable", TIMER)
+            systemctl("restart", TIMER)
 
     def wait(self, unchanged: list[Deployment]) -> None:
         """Wait for servers that are right and still start.
@@ -553,7 +632,10 @@ class Manager:
                 done.append(one)
                 continue
             log = journal(one.unit)
+            tally(one.name, "change_failed")
             outcome = self.put_back(one, done)
+            if state(one.unit) == "active":
+                tally(one.name, "put_back")
             for name in stopped:
                 if name in waiting:
                     systemctl("start", f"sglang@{name}.service")
@@ -591,11 +673,17 @@ class Manager:
         if text_of(TEMPLATE) != unit:
             write(TEMPLATE, unit, 0o644)
         for path, text in files.items():
-            if path == one.config:
+            if path in (one.config, one.gate):
                 write(path, text, 0o640, self.user)
             else:
                 write(path, text, 0o600 if path == one.variables else 0o644)
         systemctl("daemon-reload")
+
+
+def tally(name: str, event: str) -> None:
+    """Count an event of a deployment where the watchdog counts its own."""
+    if WATCHDOG.exists():
+        subprocess.run([str(WATCHDOG), "count", name, event], capture_output=True, check=False)
 
 
 def hidden(text: str) -> str:
@@ -656,7 +744,7 @@ def remove(name: str) -> None:
     """Stop a deployment and take its files away."""
     systemctl("disable", "--now", f"sglang@{name}.service")
     shutil.rmtree(UNITS / f"sglang@{name}.service.d", ignore_errors=True)
-    for suffix in ("yml", "env"):
+    for suffix in ("yml", "env", "gate"):
         (CONFIGS / f"{name}.{suffix}").unlink(missing_ok=True)
     shutil.rmtree(CONFIGS / ".before" / name, ignore_errors=True)
     systemctl("daemon-reload")
@@ -666,7 +754,8 @@ def remove(name: str) -> None:
 def remove_all(dry: bool) -> list[str]:
     """Take away every deployment and the unit, and return what there was."""
     names = sorted(instances())
-    left = [str(path) for path in (TEMPLATE, CONFIGS, CACHE) if path.exists()]
+    shared = [TEMPLATE, UNITS / TIMER, UNITS / "sglang-watchdog.service", Path(GATE), WATCHDOG]
+    left = [str(path) for path in (*shared, CONFIGS, CACHE, WATCHDOG_STATE) if path.exists()]
     if not dry:
         for name in names:
             remove(name)
@@ -680,6 +769,11 @@ def remove_all(dry: bool) -> list[str]:
 
 def main() -> None:
     """Run the module."""
+    canary = {
+        "prompt": {"type": "str", "required": True},
+        "pattern": {"type": "str", "required": True},
+        "tokens": {"type": "int", "default": 32},
+    }
     deployment = {
         "name": {"type": "str", "required": True},
         "model_path": {"type": "str", "required": True},
@@ -692,7 +786,9 @@ def main() -> None:
         "api_key": {"type": "str", "default": "", "no_log": True},
         "metrics": {"type": "bool", "default": True},
         "venv": {"type": "path", "default": ""},
-        "start_timeout_s": {"type": "int", "default": 900},
+        "start_timeout_s": {"type": "int", "default": 0},
+        "canaries": {"type": "list", "elements": "dict", "default": [], "options": canary},
+        "min_acceptance_length": {"type": "float", "default": 0.0},
     }
     module = AnsibleModule(
         argument_spec={
@@ -701,6 +797,7 @@ def main() -> None:
             "user": {"type": "str", "default": "sglang"},
             "venv": {"type": "path", "default": "/opt/venvs/sglang/current"},
             "unit": {"type": "str", "default": ""},
+            "support": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
@@ -715,11 +812,17 @@ def main() -> None:
         module.exit_json(changed=bool(removed), restarted=[], removed=removed)
     deployments = []
     for one in values["deployments"]:
-        fields = {**one, "gpus": tuple(one["gpus"]), "venv": one["venv"] or values["venv"]}
+        fields = {
+            **one,
+            "gpus": tuple(one["gpus"]),
+            "canaries": tuple(one["canaries"]),
+            "venv": one["venv"] or values["venv"],
+        }
         fields["environment"] = {key: str(value) for key, value in one["environment"].items()}
         deployments.append(Deployment(**fields))
     checking = values["state"] == "checked"
-    manager = Manager(deployments, values["user"], values["unit"], dry)
+    support = {Path(path): text for path, text in values["support"].items()}
+    manager = Manager(deployments, values["user"], values["unit"], support, dry)
     try:
         settled = manager.settled() if checking else True
         with nullcontext() if dry or checking else exclusive():

@@ -12,8 +12,12 @@ def test_units_files_and_user_are_gone(host: Host, variables: dict[str, Any]) ->
     for path in (
         "/etc/sglang",
         "/etc/systemd/system/sglang@.service",
-        "/usr/local/sbin/sglang-wait-healthy",
+        "/etc/systemd/system/sglang-watchdog.timer",
+        "/usr/local/sbin/sglang-gate",
+        "/usr/local/sbin/sglang-watchdog",
+        "/var/cache/sglang",
         "/var/cache/sglang-flags",
+        "/var/lib/sglang-watchdog",
         "/var/lib/sglang",
     ):
         assert not host.file(path).exists, path

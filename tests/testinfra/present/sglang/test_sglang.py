@@ -108,6 +108,34 @@ def test_stop_leaves_no_process_and_start_serves_again(host: Host, servers: list
         server.ask("/health")
 
 
+def test_watchdog_looks_at_the_servers(host: Host) -> None:
+    timer = host.service("sglang-watchdog.timer")
+    assert timer.is_running
+    assert timer.is_enabled
+    result = host.check_output("systemctl show -P Result sglang-watchdog.service")
+    assert result == "success", journal(host, "sglang-watchdog.service")
+
+
+def hung(host: Host, name: str) -> int:
+    """Return how often the watchdog has found a deployment hung."""
+    counts = host.file(f"/var/lib/sglang-watchdog/{name}.events.json")
+    return int(json.loads(counts.content_string)["hung"]) if counts.exists else 0
+
+
+@pytest.mark.disruptive
+def test_hung_server_is_replaced(host: Host, variables: dict[str, Any], servers: list[Server]) -> None:
+    looks = 4 * (variables["sglang_watchdog_interval_s"] + variables["sglang_watchdog_timeout_s"])
+    for server in servers:
+        before = hung(host, server.name)
+        main = host.check_output("systemctl show -P MainPID %s", server.unit)
+        host.check_output("systemctl kill --signal=STOP %s", server.unit)
+        another = f"[ $(systemctl show -P MainPID {server.unit}) != {main} ] && systemctl is-active -q {server.unit}"
+        budget = looks + variables["sglang_stop_timeout_s"] + 300
+        host.check_output("timeout %s sh -c %s", str(budget), f"until {another}; do sleep 1; done")
+        server.ask("/health")
+        assert hung(host, server.name) == before + 1
+
+
 @pytest.mark.disruptive
 def test_killed_server_comes_back(host: Host, servers: list[Server]) -> None:
     for server in servers:
