@@ -342,8 +342,8 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "deployment that is none": (
         {"ct129": {"sglang_deployments": ["s3cret"]}},
         "ct129: sglang_deployments[0]: is a value that is not shown. Set it to a mapping with the keys api_key, "
-        "arguments, environment, gpus, host, metrics, model_path, name, port, served_model_name, start_timeout_s, "
-        "venv.",
+        "arguments, canaries, environment, gpus, host, metrics, min_acceptance_length, model_path, name, port, "
+        "served_model_name, start_timeout_s, venv.",
     ),
     "reference to nothing": (
         {"ct200": {"lxc_container_gateway": "{{ gateway_of_the_rack }}"}},
