@@ -45,6 +45,11 @@ def test_good_nodes_have_no_problem() -> None:
     assert module.problems(nodes) == []
 
 
+def test_order_of_keys_makes_no_difference() -> None:
+    node = {"path": "/dev/a", "major": 195, "minor": 0}
+    assert module.configuration([node], 5) == module.configuration([dict(reversed(node.items()))], 5)
+
+
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Let everything be in a temporary folder, and note what systemctl was told; a unit that ran is active."""

@@ -91,7 +91,8 @@ def problems(nodes: list[dict[str, Any]]) -> list[str]:
 def configuration(nodes: list[dict[str, Any]], wait_s: int) -> str:
     """Return the program's list of nodes as JSON."""
     given = [{key: value for key, value in node.items() if value is not None} for node in nodes]
-    return json.dumps({"wait_s": wait_s, "nodes": [{"mode": "0666", **node} for node in given]}, indent=1) + "\n"
+    wanted = {"wait_s": wait_s, "nodes": [{"mode": "0666", **node} for node in given]}
+    return json.dumps(wanted, indent=1, sort_keys=True) + "\n"
 
 
 def systemctl(*words: str) -> subprocess.CompletedProcess[str]:
