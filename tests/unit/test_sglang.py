@@ -33,7 +33,7 @@ def test_drop_in_is_exact() -> None:
     )
     assert module.dropin_text(one, PYTHON, UNIT).splitlines()[1:] == [
         "[Unit]",
-        "StartLimitIntervalSec=325",
+        "StartLimitIntervalSec=3325",
         "StartLimitBurst=5",
         "[Service]",
         "Environment=CUDA_VISIBLE_DEVICES=2,3",
@@ -369,6 +369,17 @@ def test_settled_is_what_needs_nothing(tmp_path: Path, machine: Machine) -> None
     assert not manager(tmp_path).settled()
 
 
+def test_port_that_is_none_is_named_before_it_is_tried(tmp_path: Path, machine: Machine) -> None:
+    with pytest.raises(module.DeploymentError, match="port 70000 is not from 1 to 65535"):
+        manager(tmp_path, port=70000).apply()
+    assert machine.started() == []
+
+
+def test_values_that_no_output_may_show() -> None:
+    one = {"arguments": {"admin_api_key": "a", "tp-size": 2}, "environment": {"HF_TOKEN": "b", "NOTE": "c"}}
+    assert module.secrets([one]) == {"a", "b"}
+
+
 def test_server_that_still_starts_is_waited_for(tmp_path: Path, machine: Machine) -> None:
     manager(tmp_path).apply()
     machine.states["sglang@main.service"] = "activating"
@@ -442,6 +453,23 @@ def test_port_of_one_that_goes_can_be_taken_and_is_given_back(tmp_path: Path, ma
     assert machine.active() == {"main"}
     assert manager(tmp_path, {"name": "second"}).apply()
     assert machine.active() == {"second"}
+
+
+def test_absent_takes_everything_away_once(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GATE", str(tmp_path / "gate"))
+    monkeypatch.setattr(module, "WATCHDOG", tmp_path / "watchdog")
+    monkeypatch.setattr(module, "WATCHDOG_STATE", tmp_path / "state")
+    manager(tmp_path).apply()
+    for name in ("gate", "watchdog", f"units/{module.TIMER}", "units/sglang-watchdog.service"):
+        (tmp_path / name).touch()
+    (tmp_path / "state").mkdir()
+    assert module.remove_all(dry=True)
+    assert machine.active() == {"main"}
+    assert module.remove_all(dry=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "units", "venv"]
+    assert list((tmp_path / "units").iterdir()) == []
+    assert machine.active() == set()
+    assert module.remove_all(dry=False) == []
 
 
 def test_another_run_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

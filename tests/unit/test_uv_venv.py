@@ -179,18 +179,29 @@ def test_environment_that_a_unit_runs_from_is_not_removed(tmp_path: Path, monkey
     one = environment(tmp_path)
     used = release(one, "used", 1)
     file = unit(tmp_path, f"[Service]\nExecStart={used}/bin/python -m sglang\n", monkeypatch)
-    with pytest.raises(module.ReleaseError, match=rf"uv_venv_state: absent, but {file} runs from {one.folder}"):
-        module.remove(one)
-    assert used.exists()
+    (problem,) = module.use_problems(one)
+    assert problem.startswith(f"uv_venv_state: absent, but {file} runs from {one.folder}. Take the service away")
     file.unlink()
-    module.remove(one)
-    assert not one.folder.exists()
+    assert module.use_problems(one) == []
 
 
 @pytest.mark.parametrize("name", ["../victim", "..", ".", "", "a/b", ".python"])
 def test_a_name_that_leaves_the_root_is_a_problem_of_its_place(tmp_path: Path, name: str) -> None:
     (said,) = module.place_problems(environment(tmp_path, name=name))
     assert said.startswith(f"uv_venv_name: {name!r} is not a folder name")
+
+
+def test_root_that_is_a_link_is_the_folder_that_units_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real/a/releases").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setattr(module, "UNITS", tmp_path)
+    arguments = {"state": "absent", "name": "a", "root": str(tmp_path / "link")}
+    done = subprocess.run(
+        [sys.executable, ROOT / "roles/uv_venv/library/uv_release.py"],
+        input=json.dumps({"ANSIBLE_MODULE_ARGS": arguments}), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["changed"], done.stdout
+    assert not (tmp_path / "real").exists()
 
 
 @pytest.mark.parametrize("name", ["../victim", "..", "."])

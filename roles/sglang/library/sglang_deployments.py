@@ -74,6 +74,8 @@ START_BASE_S = 600
 START_S_PER_GIB = 10
 RESTARTS = 5
 RESTART_PAUSE_S = 5
+END_S = 600
+"""Seconds that a start which hangs may take to end, so that the count of failed starts outlasts them all."""
 OWNED = {
     "model-path": "model_path",
     "served-model-name": "served_model_name",
@@ -247,7 +249,7 @@ def dropin_text(deployment: Deployment, python: Path, unit: str) -> str:
         python: interpreter of the very release it runs; a new release is a new text, and so a restart.
         unit: text of sglang@.service, whose digest is in the drop-in for the same reason.
     """
-    limit = RESTARTS * (deployment.start_budget_s + RESTART_PAUSE_S)
+    limit = RESTARTS * (deployment.start_budget_s + RESTART_PAUSE_S + END_S)
     lines = [
         f"# sglang@.service {hashlib.sha256(unit.encode()).hexdigest()[:16]}",
         "[Unit]",
@@ -506,8 +508,10 @@ class Manager:
             DeploymentError: one of them cannot work.
         """
         problems = shape_problems(self.deployments)
-        problems += machine_problems(self.deployments, self.dry)
-        changed = self.changed()
+        changed: list[Deployment] = []
+        if not problems:
+            problems = machine_problems(self.deployments, self.dry)
+            changed = self.changed()
         if not problems:
             for one in changed:
                 if python_of(one).exists():
@@ -757,14 +761,27 @@ def remove_all(dry: bool) -> list[str]:
     shared = [TEMPLATE, UNITS / TIMER, UNITS / "sglang-watchdog.service", Path(GATE), WATCHDOG]
     left = [str(path) for path in (*shared, CONFIGS, CACHE, WATCHDOG_STATE) if path.exists()]
     if not dry:
+        if (UNITS / TIMER).exists():
+            systemctl("disable", "--now", TIMER)
         for name in names:
             remove(name)
-        (TEMPLATE).unlink(missing_ok=True)
-        for folder in (CONFIGS, CACHE):
+        for path in shared:
+            path.unlink(missing_ok=True)
+        for folder in (CONFIGS, CACHE, WATCHDOG_STATE):
             shutil.rmtree(folder, ignore_errors=True)
         if names or left:
             systemctl("daemon-reload")
     return names + left
+
+
+def secrets(deployments: list[dict[str, Any]]) -> set[str]:
+    """Return the values that no output may show."""
+    found = set()
+    for one in deployments:
+        named = {key: value for key, value in one["arguments"].items() if key.replace("_", "-") in SECRET_FLAGS}
+        named |= {key: value for key, value in one["environment"].items() if SECRET_NAME.search(key)}
+        found |= {str(value) for value in named.values() if value}
+    return found
 
 
 def main() -> None:
@@ -803,6 +820,7 @@ def main() -> None:
     )
     values = module.params
     dry = module.check_mode
+    module.no_log_values |= secrets(values["deployments"])
     if values["state"] == "absent":
         try:
             with nullcontext() if dry else exclusive():

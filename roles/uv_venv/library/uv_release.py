@@ -446,18 +446,19 @@ def prune(environment: Environment) -> None:
             discard(folder)
 
 
-def remove(environment: Environment) -> None:
-    """Remove an environment, and with the last one what all of them share.
-
-    Raises:
-        ReleaseError: a unit runs from it.
-    """
+def use_problems(environment: Environment) -> list[str]:
+    """Return why an environment cannot be removed: a unit runs from it."""
     found = users(environment.folder)
-    if found:
-        raise ReleaseError(
-            f"uv_venv_state: absent, but {', '.join(map(str, found))} runs from {environment.folder}. Take the service "
-            "away first (sglang_state: absent)."
-        )
+    if not found:
+        return []
+    return [
+        f"uv_venv_state: absent, but {', '.join(map(str, found))} runs from {environment.folder}. Take the service "
+        "away first (sglang_state: absent)."
+    ]
+
+
+def remove(environment: Environment) -> None:
+    """Remove an environment, and with the last one what all of them share."""
     environment.current.unlink(missing_ok=True)
     for release in environment.releases():
         discard(release)
@@ -517,9 +518,10 @@ def main() -> None:
     values = module.params
     module.no_log_values |= {word for word in [urlsplit(values["index_url"]).password] if word}
     os.umask(0o022)
+    root = Path(values["root"])
     environment = Environment(
         name=values["name"],
-        root=Path(values["root"]),
+        root=root.resolve() if root.is_absolute() else root,
         python=values["python"],
         interpreter=interpreter(values["python"]),
         lock=values["lock"],
@@ -533,7 +535,7 @@ def main() -> None:
     )
     machine = platform.machine()
     if values["state"] == "absent":
-        refuse(module, place_problems(environment))
+        refuse(module, place_problems(environment) or use_problems(environment))
         present = environment.folder.exists()
         if present and not module.check_mode:
             try:
