@@ -108,8 +108,8 @@ class Builder:
     """Builds trees of one shape on one device.
 
     A node with j nodes before it at its depth and d-1 ancestors is among the first `budget` only if j+d-1 < budget. The
-    child of rank r of the parent at place j has (j+1)(r+1)-1 such nodes before it. So few candidates of each depth need a
-    look: about budget * ln(budget), whatever top_k is.
+    child of rank r of the parent at place j has (j+1)(r+1)-1 such nodes before it. So few candidates of each depth need
+    a look: about budget * ln(budget), whatever top_k is.
     """
 
     def __init__(self, shape: Shape, device: torch.device | str) -> None:
