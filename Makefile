@@ -55,6 +55,22 @@ test: env ## what CI runs: linters, unit tests, a molecule scenario per role, th
 test-all: env ## the same, with what is slow
 	$(BIN)/python -m tests.run --all
 
+DDTREE := build/ddtree
+$(DDTREE)/locked: $(VENV)/locked images/locks/cpu-serve.txt locks/dev.txt
+	@echo "==> environment of the DDTree tests"; \
+	$(LAB) provide; \
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(DDTREE); \
+	$(BIN)/uv pip sync --quiet --require-hashes --python $(DDTREE) \
+	    --find-links $${LAB_CACHE:-/var/cache/gpufleet-lab}/wheelhouse images/locks/cpu-serve.txt; \
+	$(BIN)/uv pip install --quiet --python $(DDTREE) --no-deps images/sglang_cpu --editable images/sglang_ddtree; \
+	$(BIN)/uv pip install --quiet --python $(DDTREE) --constraints locks/dev.txt pytest hypothesis; \
+	touch $@; \
+	echo "==> environment of the DDTree tests: $$SECONDS s"
+
+.PHONY: ddtree
+ddtree: $(DDTREE)/locked ## tests of images/sglang_ddtree, on SGLang's CPU environment: PYTEST= more words for pytest
+	$(DDTREE)/bin/python -m pytest -p no:cacheprovider tests/ddtree $(PYTEST)
+
 .PHONY: docs locks bench-site
 docs: env ## write the tables of variables from the argument specs
 	$(BIN)/python -m docs.generate

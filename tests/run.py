@@ -72,6 +72,8 @@ def steps(everything: bool) -> list[Step]:
         everything: also what takes long.
     """
     found = [Step("lint", ("make", "lint")), pytest("unit", "tests/unit")]
+    report = f"--junit-xml={LOGS / 'ddtree'}.xml"
+    found.append(Step("ddtree", ("make", "ddtree", f"PYTEST={report}{' --slow' if everything else ''}"), junit=True))
     for scenario in sorted(ROOT.glob("molecule/*/molecule.yml")):
         name = scenario.parent.name
         found.append(Step(f"molecule-{name}", (str(BIN / "molecule"), "test", "--no-command-borders", "-s", name)))

@@ -47,7 +47,7 @@ def test_pytest_that_ends_before_its_report_has_failed() -> None:
 def test_every_scenario_is_a_step() -> None:
     names = {step.name for step in run.steps(everything=False)}
     scenarios = {file.parent.name for file in run.ROOT.glob("molecule/*/molecule.yml")}
-    assert {f"molecule-{name}" for name in scenarios} | {"lint", "unit", "site"} == names
+    assert {f"molecule-{name}" for name in scenarios} | {"lint", "unit", "ddtree", "site"} == names
 
 
 def test_what_a_step_leaves_behind_is_ended(logs: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""DDTree speculative decoding for SGLang: trees of a DFlash drafter's continuations, verified in one pass."""
