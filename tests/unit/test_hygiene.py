@@ -24,11 +24,7 @@ LAB_NETWORK = ipaddress.ip_network("10.0.0.0/8")
 ADDRESS = re.compile(
     r"(?<![\w.:-])(?:\d{1,3}\.){3}\d{1,3}(?![\w.:-]*\d)|(?<![\w:.])(?:[0-9a-f]{1,4}:){2,7}[0-9a-f:]+(?!\w)"
 )
-HOSTS = re.compile(
-    r"\b(?:"
-    + "|".join(["pypi", "files.pythonhosted", "deb.debian", "security.debian", "ftp.debian"])
-    + r")\.(?:org|net)\b"
-)
+HOSTS = re.compile(r"\b(?:pypi|files\.pythonhosted|(?:deb|security|ftp)\.debian)\.(?:org|net)\b")
 PLACES = re.compile(r"(?<![\w.])/(?:" + "|".join(["work", "home", "Users", "mnt"]) + r")/[\w.-]+")
 SECRETS = {
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----\s+[\w+/=]{16}"),
