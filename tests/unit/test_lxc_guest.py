@@ -487,6 +487,23 @@ def test_dry_run_makes_no_host_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [call for call in fake.calls if "ssh-keygen -A" in call]
 
 
+@pytest.mark.parametrize("present", [False, True])
+def test_ssh_is_started_again_where_host_keys_had_to_be_made(tmp_path: Path, present: bool) -> None:
+    keys, calls = tmp_path / "ssh", tmp_path / "calls"
+    keys.mkdir()
+    if present:
+        (keys / "ssh_host_ed25519_key").write_text("key")
+    for program, code in (("ssh-keygen", 0), ("systemctl", 1)):
+        stub = tmp_path / program
+        stub.write_text(f'#!/bin/sh\necho "{program} $*" >>{calls}\nexit {code}\n')
+        stub.chmod(0o755)
+    script = module.MAKE_HOST_KEYS.replace("/etc/ssh", str(keys))
+    path = f"{tmp_path}:/usr/bin:/bin"
+    subprocess.run(["/bin/sh", "-c", script], check=True, env={"PATH": path})
+    made = ["ssh-keygen -A", "systemctl reset-failed ssh.service", "systemctl --no-block restart ssh.service"]
+    assert (calls.read_text().splitlines() if calls.exists() else []) == ([] if present else made)
+
+
 def test_another_run_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     refused = pytest.raises(module.GuestError, match="another run has been at work")

@@ -108,6 +108,15 @@ PENDING = "[pve:pending]"
 NVIDIA_MAJOR = 195
 FORMER = Path("/var/lib/lxc-guest")
 LOCK_TIMEOUT_S = 300.0
+MAKE_HOST_KEYS = """
+test -s /etc/ssh/ssh_host_ed25519_key && exit
+ssh-keygen -A || exit
+systemctl reset-failed ssh.service
+systemctl --no-block restart ssh.service
+exit 0
+"""
+"""Without keys sshd ends, and after five attempts in half a second systemd no longer starts it: keys made later than
+that need a start of their own. Where systemd is not up yet, it starts sshd with the keys by itself."""
 
 
 class GuestError(Exception):
@@ -611,9 +620,9 @@ class Backend:
         raise NotImplementedError
 
     def host_keys(self) -> list[str]:
-        """Return its public SSH host keys, making them where the template has none."""
+        """Return its public SSH host keys, making them where it was created without."""
         if not self.dry:
-            self.execute(["ssh-keygen", "-A"])
+            self.execute(["sh", "-c", MAKE_HOST_KEYS])
         text = self.execute(["sh", "-c", "cat /etc/ssh/ssh_host_*_key.pub"])
         return [" ".join(line.split()[:2]) for line in text.splitlines() if line.strip()]
 
