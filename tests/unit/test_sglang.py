@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ def test_known_flags_pass() -> None:
 
 def test_missing_model_and_environment_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UNITS", tmp_path)
-    monkeypatch.setattr(module, "listens", lambda _: True)
+    monkeypatch.setattr(module, "taken", lambda *_: True)
     (tmp_path / "config.json").touch()
     one = deployment(
         model_path=str(tmp_path), venv=str(tmp_path / "venv"), arguments={"speculative-draft-model-path": "/none"}
@@ -197,6 +198,24 @@ def test_missing_model_and_environment_are_named(tmp_path: Path, monkeypatch: py
         f"venv {tmp_path / 'venv'} has no Python",
         "another program listens on port 30000",
     ]
+
+
+@pytest.mark.parametrize(
+    ("other", "host", "expected"),
+    [
+        ("127.0.0.2", "0.0.0.0", True),
+        ("127.0.0.2", "127.0.0.2", True),
+        ("127.0.0.2", "127.0.0.1", False),
+        ("0.0.0.0", "127.0.0.3", True),
+        ("127.0.0.2", "192.0.2.9", False),
+    ],
+)
+def test_port_is_taken_where_the_server_would_listen(other: str, host: str, expected: bool) -> None:
+    with socket.socket() as program:
+        program.bind((other, 0))
+        program.listen()
+        assert module.taken(host, program.getsockname()[1]) is expected
+    assert not module.taken("127.0.0.1", 0)
 
 
 class Machine:
@@ -260,7 +279,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(module, "systemctl", made.systemctl)
     monkeypatch.setattr(module, "journal", lambda _: "the end of the journal")
-    monkeypatch.setattr(module, "listens", lambda _: False)
+    monkeypatch.setattr(module, "taken", lambda *_: False)
     monkeypatch.setattr(module, "known_flags", lambda *_: KNOWN)
     monkeypatch.setattr(module.shutil, "chown", lambda *_: None)
     (tmp_path / "venv/bin").mkdir(parents=True)

@@ -156,6 +156,17 @@ def test_prune_keeps_current_and_the_newest_and_nothing_half_made(tmp_path: Path
     assert sorted(path.name for path in one.releases()) == ["new", "oldest"]
 
 
+def test_prune_keeps_the_release_before_this_one_though_others_are_younger(tmp_path: Path) -> None:
+    one = environment(tmp_path)
+    for name, made_at in (("before", 1), ("younger", 2), (one.release.name, 3)):
+        release(one, name, made_at)
+    module.point(one.current, one.folder / "releases" / "before")
+    module.turn(one)
+    assert one.current.resolve() == one.release
+    module.prune(one)
+    assert sorted(path.name for path in one.releases()) == sorted(["before", one.release.name])
+
+
 def unit(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a drop-in of a service and let the module find it."""
     file = tmp_path / "system/sglang@a.service.d/deployment.conf"

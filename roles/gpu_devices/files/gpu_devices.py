@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG = Path("/etc/gpu-devices")
-LOCK = Path("/run/lock/gpu-devices")
+LOCK = Path("/run/gpu-devices.lock")
 POLL_S = 0.5
 
 

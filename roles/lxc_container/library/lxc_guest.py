@@ -1171,7 +1171,7 @@ def main() -> None:
         with (
             contextlib.nullcontext()
             if dry or state == "checked"
-            else exclusive(Path(f"/run/lock/lxc-guest-{guest.vmid}"))
+            else exclusive(Path(f"/run/lxc-guest-{guest.vmid}.lock"))
         ):
             result = converge(backend, state)
     except (GuestError, OSError) as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import fcntl
 import hashlib
 import json
@@ -64,7 +65,7 @@ TEMPLATE = UNITS / "sglang@.service"
 CONFIGS = Path("/etc/sglang")
 PROVED = "proved"
 CACHE = Path("/var/cache/sglang-flags")
-LOCK = Path("/run/lock/sglang-deployments")
+LOCK = Path("/run/sglang-deployments.lock")
 LOCK_TIMEOUT_S = 300.0
 GATE = "/usr/local/sbin/sglang-gate"
 WATCHDOG = Path("/usr/local/sbin/sglang-watchdog")
@@ -336,7 +337,7 @@ def machine_problems(deployments: list[Deployment], dry: bool) -> list[str]:
                 )
         if not dry and not python_of(one).exists():
             problems.append(f"{where}: venv {one.venv} has no Python. Apply the role uv_venv first, or correct it.")
-        if one.port not in ours and listens(one.port):
+        if one.port not in ours and taken(one.host, one.port):
             problems.append(f"{where}: another program listens on port {one.port}. Stop it, or choose another port.")
     return problems
 
@@ -384,11 +385,16 @@ def known_flags(python: Path, dry: bool) -> dict[str, list[str]]:
     return dict(json.loads(found[1]))
 
 
-def listens(port: int) -> bool:
-    """Tell whether a program on this machine takes connections on a port."""
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def taken(host: str, port: int) -> bool:
+    """Tell whether another program's socket keeps a server from listening on this address and port."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def systemctl(*words: str) -> subprocess.CompletedProcess[str]:

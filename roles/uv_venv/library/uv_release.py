@@ -276,6 +276,14 @@ def point(link: Path, target: Path) -> None:
     new.rename(link)
 
 
+def turn(environment: Environment) -> None:
+    """Let `current` be the release; the one before it counts as the newest of the others from now on."""
+    former = environment.current.resolve() / COMPLETE
+    if former.exists():
+        former.touch()
+    point(environment.current, environment.release)
+
+
 def discard(release: Path) -> None:
     """Remove a release; from the first moment on it does not count as complete."""
     (release / COMPLETE).unlink(missing_ok=True)
@@ -437,7 +445,7 @@ def users(folder: Path) -> list[Path]:
 
 
 def prune(environment: Environment) -> None:
-    """Remove half-made releases, and complete ones beyond those to keep; the newest stay, and what a unit names."""
+    """Remove half-made releases, and complete ones beyond those to keep; the last used stay, and what a unit names."""
     current = environment.current.resolve()
     complete = [one for one in environment.releases() if (one / COMPLETE).exists() and one != current]
     complete.sort(key=lambda folder: (folder / COMPLETE).stat().st_mtime, reverse=True)
@@ -560,7 +568,7 @@ def main() -> None:
             with exclusive(environment.folder) as lock:
                 if not environment.complete:
                     Maker(environment, values["uv"], values["wheels"], lock).make()
-                point(environment.current, release)
+                turn(environment)
                 prune(environment)
         except (ReleaseError, OSError) as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
