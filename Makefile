@@ -13,6 +13,7 @@ help: ## list the targets
 
 $(VENV)/locked: locks/uv.txt locks/dev.txt
 	@echo "==> environment"; \
+	$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(PYTHON) -m lab packages; \
 	$(PYTHON) -m venv --clear build/bootstrap; \
 	build/bootstrap/bin/pip install --quiet --require-hashes -r locks/uv.txt; \
 	build/bootstrap/bin/uv venv --quiet --clear --python $(PYTHON) $(VENV); \
@@ -82,5 +83,5 @@ locks: env ## resolve the locks again: the newest versions that the declarations
 	    --excludes images/locks/cpu-serve.excludes --overrides images/locks/cpu-serve.overrides \
 	    $(addprefix --find-links ,$(TORCH_WHEELS)) images/locks/cpu-serve.in -o images/locks/cpu-serve.txt
 	$(UV_COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_36 images/locks/cu130-serve.in -o images/locks/cu130-serve.txt
-bench-site: env ## measure the site on the lab; a table, and build/bench-site.json
-	$(BIN)/python -m benchmarks.site
+bench-site: env ## measure the site on the lab; a table, and build/bench-site.json: BENCH=--from-nothing also builds it anew
+	$(BIN)/python -m benchmarks.site $(BENCH)
