@@ -1,0 +1,1 @@
+"""Environments per CUDA version: the matrix of variants, and locks held against it."""
