@@ -1,5 +1,6 @@
 """From a bare machine to a serving container, again without a change, and every refusal before a change."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,21 +8,30 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lab.inventories import Carrier, Container, write
 from lab.settings import Settings
-from tests.site.conftest import ROOT, Lab, Run
+from lab.up import INVENTORY
+from tests.site.conftest import ROOT, Lab, Run, lab_up
 
 KILLED_AT = (14, 9, 22, 30, 38, 33, 45)
 """Numbers of the tasks at which runs are killed, one run after the other."""
 
-PLAYS = ("host", "container", "runtime", "serve", "verify")
-"""Tags of the plays."""
+ROLES_OF_PHASE = {
+    "host": {"nvidia_driver", "gpu_preflight", "gpu_devices", "lxc_container"},
+    "container": {"lxc_container"},
+    "runtime": {"nvidia_driver", "gpu_preflight", "shm", "uv_venv"},
+    "serve": {"sglang"},
+    "verify": set(),
+}
+"""Tags of the plays, each with the roles that it runs."""
 
 
 def test_dry_run_on_the_bare_lab_says_what_it_would_do(bare_run: Run) -> None:
@@ -87,7 +97,8 @@ def test_metrics_count_requests(lab: Lab) -> None:
 
 @pytest.mark.usefixtures("untouched")
 def test_second_run_changes_nothing(lab: Lab) -> None:
-    run = lab.play()
+    """By the command that made the lab."""
+    run = lab_up(lab.settings)
     assert run.code == 0, run.output[-4000:]
     assert set(run.recap) == {"kpro6", "ct200"}
     assert run.changed == 0, run.output
@@ -107,46 +118,63 @@ def test_disruptive_checks_pass(lab: Lab) -> None:
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= 40
 
 
-@pytest.mark.parametrize("tag", PLAYS)
-def test_tag_selects_its_phase_and_no_other(lab: Lab, tag: str) -> None:
-    """Of the other plays nothing is left but what is always done."""
-    listed = lab.play("--tags", tag, "--list-tasks").output
-    plays = re.split(r"^  play #\d+ ", listed, flags=re.M)[1:]
-    chosen = {
-        re.sub(r".*TAGS: \[(.*)\]$", r"\1", play.splitlines()[0])
-        for play in plays
-        if any("TAGS: [" in line and "always" not in line for line in play.splitlines()[1:])
-    }
-    assert len(plays) == 8
-    assert chosen == {tag}
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("tag", ROLES_OF_PHASE)
+def test_tag_runs_its_phase_and_no_other(lab: Lab, tag: str) -> None:
+    run = lab.play("--tags", tag)
+    assert run.code == 0, run.output[-4000:]
+    assert run.changed == 0
+    assert set(re.findall(r"^TASK \[(\w+) : ", run.output, re.M)) == ROLES_OF_PHASE[tag]
+    assert ("Run the checks of each group" in run.output) == (tag == "verify")
 
 
-def newest_python() -> Path | None:
-    """Return the newest Python from 3.12 on that works, on PATH or among pyenv's."""
+def test_tag_mends_its_phase_and_leaves_the_others(lab: Lab) -> None:
+    """What two phases made is spoiled; the tag of one brings back what is its own."""
+    hold, fstab = "apt-mark showhold | grep -c nvidia", "grep -c /dev/shm /etc/fstab"
+    held, lines = lab.host(hold), lab.container(fstab)
+    lab.host("apt-mark unhold $(apt-mark showhold)")
+    lab.container("sed -i '\\:/dev/shm:d' /etc/fstab")
+    mended = lab.play("--tags", "runtime")
+    assert mended.code == 0, mended.output[-4000:]
+    assert lab.container(fstab) == lines
+    assert lab.host(f"{hold} || true") == "0\n"
+    assert lab.play("--tags", "host").code == 0
+    assert lab.host(hold) == held
+
+
+def newer_pythons() -> list[Path]:
+    """Return a working Python of each version from 3.12 on that this machine has, on PATH or among pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
-    for minor in (14, 13, 12):
+    found = []
+    for minor in (12, 13, 14):
         on_path = shutil.which(f"python3.{minor}")
-        for python in [*([Path(on_path)] if on_path else []), *pyenv.glob(f"3.{minor}.*/bin/python3")]:
-            if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
-                return python
-    return None
+        candidates = [*([Path(on_path)] if on_path else []), *pyenv.glob(f"3.{minor}.*/bin/python3")]
+        works = [
+            one
+            for one in candidates
+            if subprocess.run([one, "-c", ""], capture_output=True, check=False).returncode == 0
+        ]
+        found += works[:1]
+    return found
 
 
 @pytest.mark.usefixtures("untouched")
-def test_newest_ansible_changes_nothing_either(lab: Lab, tmp_path: Path) -> None:
-    """The lock's other ansible-core, on the newest Python that this machine has."""
+def test_newer_ansible_changes_nothing_either(lab: Lab, tmp_path: Path) -> None:
+    """The lock's other ansible-core, on every newer Python that this machine has."""
     uv = Path(sys.executable).with_name("uv")
-    python = newest_python()
-    if python is None:
+    pythons = newer_pythons()
+    if not pythons:
         pytest.skip("this machine has no Python 3.12 or newer")
-    subprocess.run([uv, "venv", "--quiet", "--python", python, tmp_path / "env"], check=True)
-    sync = ["pip", "sync", "--quiet", "--require-hashes", "--python", str(tmp_path / "env"), "locks/dev.txt"]
-    subprocess.run([uv, *sync], cwd=ROOT, check=True)
-    argv = [str(tmp_path / "env/bin/ansible-playbook"), *lab.argv()[1:]]
-    done = subprocess.run(argv, cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
-    run = Run(done.returncode, done.stdout + done.stderr, 0)
-    assert run.code == 0, run.output[-4000:]
-    assert run.changed == 0
+    for number, python in enumerate(pythons):
+        environment = tmp_path / str(number)
+        subprocess.run([uv, "venv", "--quiet", "--python", python, environment], check=True)
+        sync = ["pip", "sync", "--quiet", "--require-hashes", "--python", str(environment), "locks/dev.txt"]
+        subprocess.run([uv, *sync], cwd=ROOT, check=True)
+        argv = [str(environment / "bin/ansible-playbook"), *lab.argv()[1:]]
+        done = subprocess.run(argv, cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
+        run = Run(done.returncode, done.stdout + done.stderr, 0)
+        assert run.code == 0, run.output[-4000:]
+        assert run.changed == 0
 
 
 def test_service_can_be_taken_away_and_comes_back(lab: Lab) -> None:
@@ -158,10 +186,49 @@ def test_service_can_be_taken_away_and_comes_back(lab: Lab) -> None:
     lab.get("/health")
 
 
-def kill_at(lab: Lab, task: int) -> None:
+def test_everything_can_be_taken_away_and_comes_back(lab: Lab) -> None:
+    """All that the roles made within a host and a container, by one run; the container itself stays."""
+    roles = ("sglang", "uv_venv", "shm", "nvidia_driver", "gpu_devices")
+    absent: dict[str, Any] = {f"{role}_state": "absent" for role in roles}
+    gone = lab.play("--skip-tags", "verify,container", **absent)
+    assert gone.code == 0, gone.output[-4000:]
+    checks = [str(ROOT / "tests/testinfra/gone" / role) for role in roles]
+    words = [
+        str(Path(sys.executable).with_name("pytest")),
+        "-p",
+        "no:cacheprovider",
+        "--inventory",
+        str(INVENTORY),
+        *checks,
+    ]
+    done = subprocess.run(words, cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    back = lab.play()
+    assert back.code == 0, back.output[-4000:]
+    assert lab.play().changed == 0
+
+
+def deployment(lab: Lab, **arguments: str) -> list[dict[str, Any]]:
+    """Return the lab's deployments with further arguments for the server."""
+    (tiny,) = yaml.safe_load((INVENTORY / "group_vars/sglang_servers/tiny.yml").read_text())["sglang_deployments"]
+    return [{**tiny, "arguments": {**tiny.get("arguments", {}), **arguments}}]
+
+
+def answers_in_time(lab: Lab, seconds: float = 120) -> bool:
+    """Tell whether the service answers a request for tokens before a time is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            return bool(lab.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2}))
+        time.sleep(1)
+    return False
+
+
+def kill_at(lab: Lab, task: int, *words: str, **variables: Any) -> None:
     """Start a run and kill it, with all its children, when it has printed its task-th task."""
+    extra = ["-e", json.dumps(variables)] if variables else []
     process = subprocess.Popen(
-        lab.argv(), cwd=ROOT, env=lab.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        lab.argv(*words, *extra), cwd=ROOT, env=lab.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     assert process.stdout
@@ -184,6 +251,27 @@ def test_a_run_killed_at_each_task_in_turn_is_completed(lab: Lab) -> None:
     whole = lab.play()
     assert whole.code == 0, whole.output[-4000:]
     assert lab.play().changed == 0
+
+
+@pytest.mark.usefixtures("untouched")
+def test_runs_killed_on_a_serving_container_leave_it_serving(lab: Lab) -> None:
+    for task in KILLED_AT:
+        kill_at(lab, task)
+        lab.get("/health")
+
+
+def test_a_deployment_killed_at_each_task_leaves_the_old_or_the_new_one(lab: Lab) -> None:
+    """A change of the deployment is under way; at every moment the last good one or the new one answers in the end."""
+    tasks = lab.play("--tags", "serve").output.count("\nTASK [")
+    changed = deployment(lab, **{"log-level": "warning"})
+    for task in range(2, tasks + 1):
+        kill_at(lab, task, "--tags", "serve", sglang_deployments=changed)
+        assert answers_in_time(lab), f"killed at task {task}"
+    whole = lab.play("--tags", "serve", sglang_deployments=changed)
+    assert whole.code == 0, whole.output[-4000:]
+    assert "--log-level warning" in lab.container("ps -o args= -p $(systemctl show -P MainPID sglang@tiny)")
+    back = lab.play("--tags", "serve")
+    assert back.code == 0, back.output[-4000:]
 
 
 def test_runs_killed_at_any_task_are_completed_by_the_next(lab: Lab) -> None:
@@ -240,28 +328,37 @@ def test_another_container_may_not_take_what_is_used(
     assert "ct201" not in lab.host("lxc-ls -1")
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown GPU model": ({"gpu_preflight_model": "NVIDIA RTX 9000"}, "gpu_preflight_model"),
-    "driver version": ({"nvidia_driver_version": "999.99-1"}, "nvidia_driver_version"),
-    "shm larger than memory": ({"shm_size_mib": 99999999}, "shm_size_mib"),
-    "device does not exist": ({"lxc_container_devices": ["/dev/nvidia7"]}, "/dev/nvidia7"),
-    "mount source missing": ({"lxc_container_mounts": [{"source": "/none", "target": "/n"}]}, "/none"),
-    "another vmid than it was made with": ({"lxc_vmid": 300}, "has vmid 200"),
-    "SSH key missing": ({"lxc_container_ssh_public_keys": []}, "lxc_container_ssh_public_keys"),
-    "private key missing": ({"ansible_ssh_private_key_file": "/none/id_ed25519"}, "/none/id_ed25519"),
-    "bridge missing": ({"lxc_container_bridge": "vmbr9"}, "vmbr9"),
-    "wrong type": ({"shm_size_mib": "much"}, "shm_size_mib"),
-}
+REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unknown GPU model": ({"gpu_preflight_model": "NVIDIA RTX 9000"}, "gpu_preflight_model", "Correct one of the two"),
+    "driver version": ({"nvidia_driver_version": "999.99-1"}, "nvidia_driver_version", "Choose one of these versions"),
+    "shm larger than memory": ({"shm_size_mib": 99999999}, "shm_size_mib", "Lower shm_size_mib"),
+    "device does not exist": ({"lxc_container_devices": ["/dev/nvidia7"]}, "lxc_container_devices", "Add them there"),
+    "mount source missing": (
+        {"lxc_container_mounts": [{"source": "/none", "target": "/n"}]}, "lxc_container_mounts", "Make it, or",
+    ),
+    "another vmid than it was made with": ({"lxc_vmid": 300}, "vmid 200, not 300", "Correct the name or the vmid"),
+    "SSH key missing": ({"lxc_container_ssh_public_keys": []}, "lxc_container_ssh_public_keys", "Give at least one"),
+    "private key missing": (
+        {"ansible_ssh_private_key_file": "/none/id_ed25519"}, "lxc_container_ssh_public_keys", "make what it refers to",
+    ),
+    "bridge missing": ({"lxc_container_bridge": "vmbr9"}, "lxc_container_bridge", "Name one of them"),
+    "wrong type": ({"shm_size_mib": "much"}, "shm_size_mib", "Set it to a whole number"),
+}  # fmt: skip
+"""By name: variables, the variable that the message names, and the remedy; the wrong value is in the message too."""
 
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_wrong_inventory_is_refused_before_a_change(lab: Lab, name: str) -> None:
-    variables, word = REFUSALS[name]
+    variables, named, remedy = REFUSALS[name]
     run = lab.play(**variables)
     assert run.code != 0
     assert run.changed == 0
-    assert word in run.output[run.output.index("ERROR") :]
+    message = run.output[run.output.index("ERROR") :].partition("Origin: ")[0]
+    (value,) = variables.values()
+    leaf = value[0]["source"] if value and isinstance(value, list) and isinstance(value[0], dict) else value
+    missing = [part for part in (named, str(leaf or "empty").strip("[]'"), remedy) if part not in message]
+    assert missing == [], message
 
 
 @pytest.mark.usefixtures("untouched")

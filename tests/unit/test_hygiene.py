@@ -154,3 +154,17 @@ def test_links_in_pages_lead_somewhere() -> None:
         if not (ROOT / name).parent.joinpath(target).exists()
     }
     assert dead == set()
+
+
+def test_roles_and_playbooks_do_not_know_the_lab() -> None:
+    """What differs between the lab and a fleet is data of the inventory."""
+    words = re.compile(r"\blab\b|\blab_|gpusim|gpulab", re.I)
+    folders = ("roles/", "playbooks/", "plugins/", "site.yml")
+    found = {
+        (name, line)
+        for name, text in texts()
+        if name.startswith(folders)
+        for line in text.splitlines()
+        if words.search(line)
+    }
+    assert found == set()

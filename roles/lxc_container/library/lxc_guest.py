@@ -537,7 +537,9 @@ class Backend:
         guest, found = self.guest, definition_problems(self.guest) + self.owner_problems()
         if guest.bridge and not Path("/sys/class/net", guest.bridge, "bridge").exists():
             bridges = sorted(folder.parent.name for folder in Path("/sys/class/net").glob("*/bridge"))
-            found.append(f"lxc_container_bridge: {guest.bridge!r} is not a bridge of this host; it has {bridges}.")
+            found.append(
+                f"lxc_container_bridge: {guest.bridge!r} is not a bridge of this host. Name one of them: {bridges}."
+            )
         for device in guest.devices:
             if not is_device(device) and device not in guest.planned_devices:
                 found.append(
