@@ -48,6 +48,7 @@ class Case:
         self.scratch = gdn.Scratch.empty(heads, layers, count + 1, width, self.inputs.dtype, DEVICE)
 
     def verified(self, cut: blocks.Blocks, layer: int = 0) -> torch.Tensor:
+        """Return the outputs of the nodes, [batch, width, heads, value]."""
         bias = None if self.bias is None else self.bias[layer]
         mixed = gdn.convolve(
             self.inputs[layer],
@@ -72,15 +73,16 @@ class Case:
         )
 
     def commit(self, paths: list[list[int]], track: gdn.Track | None = None) -> None:
+        """Commit a path of each request."""
         longest = max(map(len, paths))
         padded = torch.tensor([path + [NONE] * (longest - len(path)) for path in paths], device=DEVICE)
         lengths = torch.tensor([len(path) for path in paths], device=DEVICE)
         parameters = gdn.Convolution(self.weights, self.bias)
-        gdn.commit(
-            self.states, self.windows, self.slots, self.heads, parameters, self.scratch, padded, lengths, track
-        )
+        gdn.commit(self.states, self.windows, self.slots, self.heads, parameters, self.scratch, padded, lengths, track)
 
     def expected(self, row: int, layer: int = 0) -> list[recurrent.Node]:
+        """Return a request's nodes by the definition, in float64."""
+
         def exact(one: torch.Tensor) -> torch.Tensor:
             return one.double().cpu()
 
@@ -146,10 +148,9 @@ def shallow(width: int, longest: int, seed: int) -> list[int]:
     source = random.Random(seed)  # noqa: S311
     parents, depths = [NONE], [0]
     while len(parents) < width:
-        parent = source.randrange(max(0, len(parents) - 20), len(parents))
-        if depths[parent] < longest:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
+        parent = source.choice([node for node, depth in enumerate(depths) if depth < longest][-20:])
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
     return parents
 
 
@@ -166,7 +167,7 @@ def test_layers_and_keys_that_repeat() -> None:
     """Equal keys, no decay and full rates: what powers of the system's matrix lose to cancellation."""
     case = Case([list(range(-1, 31))], layers=2)
     case.inputs[:] = case.inputs[:, :, :1]
-    case.windows[:] = case.inputs[:, 0, 0, :, None]
+    case.windows[:] = case.inputs[:, 0, 0, None, :, None]
     case.gates[:], case.betas[:] = -30.0, 30.0
     check(case)
 
@@ -177,7 +178,9 @@ def test_other_heads_and_types_of_states() -> None:
     wanted = case.expected(0)
     near(case.verified(blocks_of([trees.COMB]))[0], torch.stack([node.output for node in wanted]))
     case.commit([[0, 1, 3]])
-    assert torch.equal(case.states[0, case.slots[0]].double().cpu(), wanted[3].state.bfloat16().double())
+    found = case.states[0, case.slots[0]].double().cpu()
+    # The interpreter cuts bfloat16 off where a GPU rounds.
+    torch.testing.assert_close(found, wanted[3].state, rtol=2**-7, atol=1e-5)
 
 
 def test_padding_stays_out() -> None:

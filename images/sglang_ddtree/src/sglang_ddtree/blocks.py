@@ -1,8 +1,8 @@
 """Trees cut into blocks of rows that recurrent layers compute independently of each other.
 
-Nodes are laid out in preorder: every node before its descendants, those in one run. An ancestor of any node of a run that
-is not in it is then an ancestor of the run's first node. So a block is a run of nodes, behind the path that leads to
-the first of them: nothing that it computes depends on another block, and its work does not grow with the tree.
+Nodes are laid out in preorder: every node before its descendants, those in one run. An ancestor of any node of a run
+that is not in it is then an ancestor of the run's first node. So a block is a run of nodes, behind the path that leads
+to the first of them: nothing that it computes depends on another block, and its work does not grow with the tree.
 """
 
 from dataclasses import dataclass

@@ -4,13 +4,13 @@ A head's state after a node is the parent's, decayed, and a product of rank one:
 
     S = d S_p + u k^T        d = exp(g)        u = beta (v - d S_p k)        output = S q
 
-So a node's state is the root's and one pair (u, k) of each node on its path, and for a block of rows (`blocks`) all u are
-the solution of one triangular system, with G the sum of g on a path and i below j:
+So a node's state is the root's and one pair (u, k) of each node on its path, and for a block of rows (`blocks`) all u
+are the solution of one triangular system, with G the sum of g on a path and i below j:
 
     (I + A) U = beta (V - e^G K S_0^T)        A_ij = beta_i e^(G_i - G_j) k_i k_j
 
-A holds no pair of one depth. Its inverse is put together from those of halves of the depths, doubling their number: what
-arises on the way are inverses of parts of it, as bounded as the whole, which powers of A are not.
+A holds no pair of one depth. The inverse of I + A is put together from those of halves of the depths, doubling their
+number: what arises on the way are inverses of parts of it, as bounded as the whole, which powers of A are not.
 
 What a node leaves behind for the commit is the input of its convolution, g and beta: `Scratch`. The commit runs the
 recurrence over the accepted path anew, one step after another in float32 as plain decoding does, and no rounding of the

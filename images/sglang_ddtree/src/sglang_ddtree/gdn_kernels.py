@@ -1,8 +1,11 @@
 """Triton kernels of `gdn`, which says what they compute and checks what they are given.
 
-EXACT multiplies matrices in float32; otherwise queries, keys and values are bfloat16, and a float32 factor is the sum of
-two of bfloat16: 16 bits of it count, twice what an output keeps.
+EXACT multiplies matrices in float32; otherwise queries, keys and values are bfloat16, and a float32 factor is the sum
+of two of bfloat16: 16 bits of it count, twice what an output keeps.
 """
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -215,7 +218,9 @@ def verify(
         high, low = state, state
     else:
         high, low = _halves(state)
-    v = tl.load(mixed + start[:, None] + 2 * KEY_HEADS * KEY + head * VALUE + columns[None, :], real[:, None], other=0.0)
+    v = tl.load(
+        mixed + start[:, None] + 2 * KEY_HEADS * KEY + head * VALUE + columns[None, :], real[:, None], other=0.0
+    )
     known = _product_with_state(k, high, low, EXACT) * (tl.exp(total) * k_norm)[:, None]
     updates = _product(inverse, rate[:, None] * (v.to(tl.float32) - known), EXACT)
     scores = _product_of_inputs(q, tl.trans(k), EXACT) * q_norm[:, None] * k_norm[None, :]
@@ -226,8 +231,21 @@ def verify(
 
 
 @triton.jit
-def _convolved(inputs, window, path, step, channels, weights, bias, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-               HAS_SILU: tl.constexpr, node_stride, channel_stride, tap_stride):
+def _convolved(
+    inputs,
+    window,
+    path,
+    step,
+    channels,
+    weights,
+    bias,
+    TAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    node_stride,
+    channel_stride,
+    tap_stride,
+):
     """Return the convolution's outputs of some channels at a step of a path, rounded as `convolve` rounds them."""
     total = tl.zeros(channels.shape, tl.float32)
     if HAS_BIAS:
@@ -306,15 +324,41 @@ def commit_states(
     state = tl.load(states + slot * state_slot_stride + tile).to(tl.float32)
     for step in range(length):
         node = tl.load(paths + step).to(tl.int64)
-        k = _convolved(inputs, windows, paths, step, key_channels, weights, bias, TAPS, HAS_BIAS, HAS_SILU, channels,
-                       window_channel_stride, window_tap_stride)
-        v = _convolved(inputs, windows, paths, step, value_channels, weights, bias, TAPS, HAS_BIAS, HAS_SILU, channels,
-                       window_channel_stride, window_tap_stride)
+        k = _convolved(
+            inputs,
+            windows,
+            paths,
+            step,
+            key_channels,
+            weights,
+            bias,
+            TAPS,
+            HAS_BIAS,
+            HAS_SILU,
+            channels,
+            window_channel_stride,
+            window_tap_stride,
+        )
+        v = _convolved(
+            inputs,
+            windows,
+            paths,
+            step,
+            value_channels,
+            weights,
+            bias,
+            TAPS,
+            HAS_BIAS,
+            HAS_SILU,
+            channels,
+            window_channel_stride,
+            window_tap_stride,
+        )
         k = k / tl.sqrt(tl.sum(k * k, 0) + EPSILON)
         state *= tl.exp(tl.load(decays + gate + node))
         u = (v - tl.sum(state * k[None, :], 1)) * tl.load(rates + gate + node)
         state += u[:, None] * k[None, :]
-        if HAS_TRACK:
+        if HAS_TRACK:  # noqa: SIM102  (a constant: without it, the branch is not compiled)
             if step + 1 == track_length:
                 kept = states + tl.load(track_slots + request).to(tl.int64) * state_slot_stride
                 tl.store(kept + tile, state.to(states.dtype.element_ty))
@@ -362,17 +406,44 @@ def commit_windows(
         track_length = tl.load(track_lengths + request)
         if track_length > 0:
             target = windows + tl.load(track_slots + request).to(tl.int64) * window_slot_stride
-            tl.store(target + places, _window(inputs, source, paths, track_length, channels, column, here,
-                     channel_count, window_channel_stride, window_tap_stride, TAPS), here)
-    moved = _window(inputs, source, paths, length, channels, column, here, channel_count, window_channel_stride,
-                    window_tap_stride, TAPS)
+            tl.store(
+                target + places,
+                _window(
+                    inputs,
+                    source,
+                    paths,
+                    track_length,
+                    channels,
+                    column,
+                    here,
+                    channel_count,
+                    window_channel_stride,
+                    window_tap_stride,
+                    TAPS,
+                ),
+                here,
+            )
+    moved = _window(
+        inputs,
+        source,
+        paths,
+        length,
+        channels,
+        column,
+        here,
+        channel_count,
+        window_channel_stride,
+        window_tap_stride,
+        TAPS,
+    )
     tl.debug_barrier()
     tl.store(source + places, moved, here)
 
 
 @triton.jit
-def _window(inputs, window, path, length, channels, column, here, node_stride, channel_stride, tap_stride,
-            TAPS: tl.constexpr):
+def _window(
+    inputs, window, path, length, channels, column, here, node_stride, channel_stride, tap_stride, TAPS: tl.constexpr
+):
     """Return the last inputs of a path and of the window before it."""
     at = length - (TAPS - 1) + column
     inside = at >= 0
