@@ -14,6 +14,7 @@ from lab import model
 from tests.ddtree import models
 
 Config = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_layers_by_the_rule_of_dflash_are_right(pair: tuple[Path, Path]) -> None
 
 
 def test_a_tied_head_is_the_embedding(pair: tuple[Path, Path]) -> None:
-    shapes = {"model.embed_tokens.weight": (model.VOCABULARY, model.HIDDEN)}
+    shapes: Shapes = {"model.embed_tokens.weight": (model.VOCABULARY, model.HIDDEN)}
     folder = pair[0].with_name("tied")
     models.write(folder, model.config(), shapes)
     assert check.faults(folder, pair[1]) == ["target: no tensor lm_head.weight, which the drafter needs as its head"]
@@ -184,7 +185,7 @@ def test_a_tied_head_is_the_embedding(pair: tuple[Path, Path]) -> None:
 
 
 def test_a_language_model_inside_another_is_found(pair: tuple[Path, Path]) -> None:
-    shapes = {
+    shapes: Shapes = {
         "model.language_model.embed_tokens.weight": (model.VOCABULARY, model.HIDDEN),
         "lm_head.weight": (model.VOCABULARY, model.HIDDEN),
     }
