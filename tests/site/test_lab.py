@@ -188,15 +188,14 @@ def test_everything_can_be_taken_away_and_comes_back(lab: Lab) -> None:
         gone = lab.play(*words, **absent)
         assert gone.code == 0, gone.output[-4000:]
     checks = [str(ROOT / "tests/testinfra/gone" / role) for role in roles]
-    words = [
+    pytest_words = [
         str(Path(sys.executable).with_name("pytest")),
         "-p",
         "no:cacheprovider",
         "--inventory",
         str(INVENTORY),
-        *checks,
     ]
-    done = subprocess.run(words, cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
+    done = subprocess.run([*pytest_words, *checks], cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     back = lab.play()
     assert back.code == 0, back.output[-4000:]

@@ -1,6 +1,7 @@
 """Releases: what identifies one, what is refused, what a kill leaves, which ones stay."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -454,3 +455,25 @@ def test_uv_comes_in_one_exact_version() -> None:
     pins = module.pins((ROOT / "locks" / "uv.txt").read_text())
     assert list(pins) == ["uv"]
     assert module.loose((ROOT / "locks" / "uv.txt").read_text()) == []
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOTEMPTY, errno.ENOENT])
+def test_a_shared_folder_that_is_mounted_used_or_gone_is_let_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A bind mount from the same file system can be told from a folder only by what its removal says."""
+
+    def rmdir(_: Path) -> None:
+        raise OSError(code, "rmdir")
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    module.drop(tmp_path)
+
+
+def test_a_shared_folder_that_may_not_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rmdir(_: Path) -> None:
+        raise OSError(errno.EROFS, "rmdir")
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    with pytest.raises(OSError, match="rmdir"):
+        module.drop(tmp_path)

@@ -489,8 +489,11 @@ def clear_cache(folder: Path) -> None:
 
 def drop(folder: Path) -> None:
     """Remove a folder that is empty; one that is mounted stays."""
-    if folder.is_dir() and not folder.is_mount() and not any(folder.iterdir()):
+    try:
         folder.rmdir()
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.EBUSY, errno.ENOTEMPTY}:
+            raise
 
 
 def refuse(module: AnsibleModule, found: list[str]) -> None:
