@@ -32,7 +32,6 @@ def declaration(variant: Variant, stack: Stack) -> str:
         f"dependencies = {[f'{name}=={stack.packages[name]}' for name in named]}",
         "[tool.uv]",
         f"constraint-dependencies = {[f'{name}=={version}' for name, version in pins.items()]}",
-        f"exclude-dependencies = {list(variant.excludes)}",
         "[tool.uv.sources]",
         *(f'{name} = {{ index = "{name}" }}' for name in variant.indexes),
     ]
@@ -56,11 +55,20 @@ def write(variant: Variant, stack: Stack, target: Path, upgrade: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "pyproject.toml").write_text(declaration(variant, stack))
+        (work / "excludes.txt").write_text("\n".join(variant.excludes))
         made = work / target.name
         if target.exists():
             made.write_text(target.read_text())
         words = ["--quiet", "--generate-hashes", "--no-header", "--no-emit-index-url", "--python-platform", PLATFORM]
-        words += ["--python-version", variant.python, "--output-file", made.name, *(["--upgrade"] if upgrade else [])]
+        words += [
+            "--excludes",
+            "excludes.txt",
+            "--python-version",
+            variant.python,
+            "--output-file",
+            made.name,
+            *(["--upgrade"] if upgrade else []),
+        ]
         uv = Path(sys.executable).with_name("uv")
         done = subprocess.run(
             [uv, "pip", "compile", "pyproject.toml", *words], cwd=work, capture_output=True, text=True, check=False

@@ -204,8 +204,8 @@ def test_cuda_13_on_an_older_driver_is_refused(driver: str, refused: bool) -> No
     found = gpu_check.gpu_problems(wanted(cuda=gpu_check.Cuda(**row("cu130"))), gpus)
     said = (
         f"gpu_preflight_cuda_variant: 'cu130' needs driver 580.65 or newer for NVIDIA RTX A6000, and it is {driver}. "
-        "Raise nvidia_driver_version on the host and its containers, or choose a variant of an older CUDA (`python -m images "
-        "list`)."
+        "Raise nvidia_driver_version on the host and its containers, or choose a variant of an older CUDA "
+        "(`python -m images list`)."
     )
     assert found == ([said] if refused else [])
 
