@@ -82,6 +82,6 @@ locks: env ## resolve the locks again: the newest versions that the declarations
 	$(UV_COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_36 \
 	    --excludes images/locks/cpu-serve.excludes --overrides images/locks/cpu-serve.overrides \
 	    $(addprefix --find-links ,$(TORCH_WHEELS)) images/locks/cpu-serve.in -o images/locks/cpu-serve.txt
-	$(UV_COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_36 images/locks/cu130-serve.in -o images/locks/cu130-serve.txt
+	$(BIN)/python -m images lock
 bench-site: env ## measure the site on the lab; a table, and build/bench-site.json: BENCH=--from-nothing also builds it anew
 	$(BIN)/python -m benchmarks.site $(BENCH)

@@ -1,12 +1,12 @@
-"""Command line: `python -m images list`, `python -m images check [LOCK...]`."""
+"""Command line of the environments and images: `python -m images --help`."""
 
 import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from images import lock_check
-from images.matrix import MatrixError, Variant, find, read
+from images import lock, lock_check
+from images.matrix import MatrixError, Variant, find_stack, read
 
 
 def rows(variants: Mapping[str, Variant]) -> list[str]:
@@ -20,26 +20,42 @@ def rows(variants: Mapping[str, Variant]) -> list[str]:
     ]
 
 
-def check(variants: Mapping[str, Variant], lock: Path) -> list[str]:
-    """Return what is wrong with a lock and the declaration beside it, by its name VARIANT-STACK.txt.
+def check(variants: Mapping[str, Variant], file: Path) -> list[str]:
+    """Return what is wrong with a lock, by its name VARIANT-STACK.txt.
 
     Raises:
         MatrixError: the matrix has no such variant or stack.
     """
-    name, _, kind = lock.stem.rpartition("-")
-    variant = find(variants, name)
-    stack = variant.stack(kind)
-    found = []
-    for file in (lock, lock.with_suffix(".in")):
-        if not file.is_file():
-            found.append(f"{file.name}: is not there. Make it, or give the stack locked: false.")
-            continue
-        text = file.read_text()
-        wrong = (
-            lock_check.problems(variant, stack, text) if file is lock else lock_check.declaration_problems(stack, text)
-        )
-        found += [f"{file.name}: {one}" for one in wrong]
-    return found
+    variant, stack = find_stack(variants, file.stem)
+    if not file.is_file():
+        return [f"{file.name}: is not there. Make it with `python -m images lock`, or give the stack locked: false."]
+    return [f"{file.name}: {one}" for one in lock_check.problems(variant, stack, file.read_text())]
+
+
+def names(variants: Mapping[str, Variant]) -> list[str]:
+    """Return VARIANT-STACK of each stack that has a lock."""
+    return [f"{v.name}-{stack.name}" for v in variants.values() for stack in v.stacks.values() if stack.locked]
+
+
+def show(variants: Mapping[str, Variant], _: argparse.Namespace) -> None:
+    """Print the matrix."""
+    print("\n".join(rows(variants)))
+
+
+def check_all(variants: Mapping[str, Variant], args: argparse.Namespace) -> None:
+    """Hold locks against the matrix."""
+    expected = {lock_check.FOLDER / f"{name}.txt" for name in names(variants)}
+    locks = args.locks or sorted(expected | set(lock_check.FOLDER.glob("cu*.txt")))
+    if found := [problem for file in locks for problem in check(variants, file)]:
+        sys.exit("\n".join(found))
+    print("These agree with the matrix: " + ", ".join(file.name for file in locks))
+
+
+def lock_all(variants: Mapping[str, Variant], args: argparse.Namespace) -> None:
+    """Write locks."""
+    for name in args.stacks or names(variants):
+        variant, stack = find_stack(variants, name)
+        lock.write(variant, stack, lock_check.FOLDER / f"{name}.txt", args.upgrade)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -51,21 +67,16 @@ def main(words: list[str] | None = None) -> None:
     checking.add_argument(
         "locks", nargs="*", type=Path, metavar="LOCK", help="VARIANT-STACK.txt; all where none is given"
     )
+    locking = commands.add_parser("lock", help="resolve stacks and write their locks")
+    locking.add_argument(
+        "stacks", nargs="*", metavar="VARIANT-STACK", help="such as cu130-serve; every locked one else"
+    )
+    locking.add_argument("--upgrade", action="store_true", help="to the newest versions that the matrix allows")
     args = parser.parse_args(words)
     try:
-        variants = read()
-        if args.command == "list":
-            print("\n".join(rows(variants)))
-            return
-        stacks = [(variant.name, stack) for variant in variants.values() for stack in variant.stacks.values()]
-        expected = {lock_check.FOLDER / f"{name}-{stack.name}.txt" for name, stack in stacks if stack.locked}
-        locks = args.locks or sorted(expected | set(lock_check.FOLDER.glob("cu*.txt")))
-        found = [problem for lock in locks for problem in check(variants, lock)]
-    except MatrixError as error:
+        {"list": show, "check": check_all, "lock": lock_all}[args.command](read(), args)
+    except (MatrixError, lock.LockError) as error:
         sys.exit(str(error))
-    if found:
-        sys.exit("\n".join(found))
-    print("These agree with the matrix: " + ", ".join(lock.name for lock in locks))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ FOLDER = Path(__file__).with_name("locks")
 REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[\w.+!-]+)(?:\s*;.*)?")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}(?!\S)")
 SUFFIX = re.compile(r"-cu(\d{2})(\d?)(?=-|$)")
-RUNTIME = re.compile(r"cuda-toolkit|nvidia-cuda-runtime(-cu\d+)?")
+COMPILERS = {
+    "12": ("nvidia-cuda-nvcc-cu12",),
+    "13": ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"),
+}
+"""CUDA's compiler by major version: what a newer one writes (PTX), the driver of an older CUDA does not read."""
+OF_CUDA = re.compile(r"cuda-toolkit|nvidia-cuda-(runtime|nvrtc|cupti)(-cu\d+)?|nvidia-nv(jitlink|tx)(-cu\d+)?")
+"""What the variant's torch requires of CUDA itself. Disassembler and headers may be newer."""
 
 
 def requirements(text: str) -> Iterator[tuple[str, bool]]:
@@ -29,8 +35,15 @@ def cuda_problems(variant: Variant, name: str, version: str) -> Iterator[str]:
     of_other = suffix and (suffix[1] != variant.major or (suffix[2] and f"cu{suffix[1]}{suffix[2]}" != variant.tag))
     if of_other and name not in variant.foreign:
         yield f"{name} is of another CUDA than {variant.cuda}. Find what requires it, or give the reason in foreign."
-    if RUNTIME.fullmatch(name) and not version.startswith(f"{variant.cuda}."):
+    if version.startswith(f"{variant.cuda}."):
+        return
+    if OF_CUDA.fullmatch(name):
         yield f"{name}=={version} is not CUDA {variant.cuda}. Lock what the variant's torch requires."
+    if name in COMPILERS[variant.major]:
+        yield (
+            f"{name}=={version} compiles for a newer or older CUDA than {variant.cuda}, which the variant's driver may "
+            "not read. Lock it with `python -m images lock`."
+        )
 
 
 def problems(variant: Variant, stack: Stack, text: str) -> list[str]:
@@ -57,7 +70,7 @@ def problems(variant: Variant, stack: Stack, text: str) -> list[str]:
     for name, version in stack.packages.items():
         other = locked.get(name)
         if other is None:
-            found.append(f"{name} is missing; the matrix has {version}. Lock again from the declaration.")
+            found.append(f"{name} is missing; the matrix has {version}. Lock again.")
         elif other != version:
             index = variant.indexes.get(name)
             wrong = bool(index) and other == version.split("+")[0]
@@ -67,10 +80,3 @@ def problems(variant: Variant, stack: Stack, text: str) -> list[str]:
                 else f"{name}=={other}, but the matrix has {version}. Lock again, or change the matrix."
             )
     return found
-
-
-def declaration_problems(stack: Stack, text: str) -> list[str]:
-    """Return in what a declaration (.in) is not what the matrix says."""
-    declared = [line for line, _ in requirements(text)]
-    wanted = [f"{name}=={stack.packages[name]}" for name in stack.requires]
-    return [] if sorted(declared) == sorted(wanted) else [f"it declares {declared}, and the matrix {wanted}."]

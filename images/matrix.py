@@ -23,7 +23,7 @@ class Stack:
 
     Attributes:
         name: such as serve.
-        requires: packages that its declaration (.in) names; all others follow from them.
+        requires: packages that are asked for; all others follow from them.
         locked: whether images/locks has its lock.
         packages: exact versions by package, the variant's own ones included.
     """
@@ -47,6 +47,7 @@ class Variant:
         driver_floor: oldest driver by class of GPU (data_center, workstation, geforce).
         refused: reason by speculative algorithm that it cannot run.
         foreign: reason by package that is of another CUDA and belongs here all the same.
+        excludes: packages that others ask for and that do not belong here, such as those of an extra for another CUDA.
         stacks: by name.
     """
 
@@ -58,6 +59,7 @@ class Variant:
     driver_floor: Mapping[str, str]
     refused: Mapping[str, str]
     foreign: Mapping[str, str]
+    excludes: tuple[str, ...]
     stacks: Mapping[str, Stack]
 
     @property
@@ -152,6 +154,7 @@ def _variant(name: str, value: Any) -> Variant:
         driver_floor=fields.texts("driver_floor"),
         refused=fields.texts("refused"),
         foreign=fields.texts("foreign"),
+        excludes=fields.items("excludes") if "excludes" in fields.left else (),
         stacks={},
     )
     fields.close()
@@ -202,3 +205,14 @@ def find(variants: Mapping[str, Variant], name: str) -> Variant:
     if name not in variants:
         raise MatrixError(f"There is no variant {name!r}. Use one of {', '.join(variants)}.")
     return variants[name]
+
+
+def find_stack(variants: Mapping[str, Variant], name: str) -> tuple[Variant, Stack]:
+    """Return a stack and its variant by VARIANT-STACK, the name of its lock.
+
+    Raises:
+        MatrixError: there is none of that name.
+    """
+    variant_name, _, kind = name.rpartition("-")
+    variant = find(variants, variant_name)
+    return variant, variant.stack(kind)

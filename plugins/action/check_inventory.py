@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import ipaddress
 import re
+import runpy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -50,6 +51,7 @@ FLEET_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Variables of the plays themselves, in the form of argument_specs."""
 
+MATRIX = Path(__file__).resolve().parents[2] / "images" / "matrix.py"
 DRIVER = re.compile(r"\d+(\.\d+)+-[\w.+~]+")
 GPU = re.compile(r"/dev/nvidia\d+")
 CLOSE = 0.7
@@ -602,6 +604,44 @@ def environment_problems(fleet: Fleet, module: Any) -> Iterator[Problem]:
                 yield one(host, variable, rest)
 
 
+def variant_problems(fleet: Fleet, matrix: Mapping[str, Any], module: Any) -> Iterator[Problem]:
+    """Check that drivers, GPUs, locks and deployments are those that a CUDA variant can have.
+
+    Args:
+        fleet: the inventory.
+        matrix: what images/matrix.py defines.
+        module: the file of the module gpu_check.
+    """
+    variable, variants = "gpu_preflight_cuda_variant", matrix["read"]()
+    for host in fleet.values():
+        if not (name := host.get(variable)):
+            continue
+        try:
+            variant = matrix["find"](variants, name)
+        except matrix["MatrixError"] as error:
+            yield one(host, variable, str(error))
+            continue
+        cuda = module.Cuda(name, variant.driver_floor, list(variant.architectures))
+        model = host.get("gpu_preflight_model") or ""
+        capability = host.get("gpu_preflight_compute_capability") or module.CAPABILITIES.get(model, "")
+        version = str(host.get("nvidia_driver_version") or "")
+        driver = version if DRIVER.fullmatch(version) else ""
+        for text in module.cuda_problems(cuda, model or "its GPUs", capability, driver):
+            yield one(host, variable, text.partition(": ")[2])
+        lock = Path(host.get("uv_venv_requirements") or "")
+        theirs, _, stack = lock.stem.rpartition("-")
+        if theirs in variants and theirs != name:
+            right = lock.with_name(f"{name}-{stack}.txt")
+            text = f"{lock} belongs to {theirs}, but {variable} is {name!r}. Write {right}."
+            yield one(host, "uv_venv_requirements", text)
+        for item in host.get("sglang_deployments") or []:
+            flags = {key.replace("_", "-"): value for key, value in (item.get("arguments") or {}).items()}
+            try:
+                variant.require_algorithm(str(flags.get("speculative-algorithm", "")))
+            except matrix["MatrixError"] as error:
+                yield one(host, f"sglang_deployments, {item['name']}", str(error))
+
+
 def file_problems(fleet: Fleet, project: Path) -> Iterator[Problem]:
     """Check that locks and packages named for environments are on the controller.
 
@@ -763,6 +803,9 @@ class ActionModule(ActionBase):
             yield from node_problems(ours, self._module("gpu_devices", "gpu_nodes"))
         if "uv_venv" in ran:
             yield from environment_problems(ours, self._module("uv_venv", "uv_release"))
+        if "gpu_preflight" in ran:
+            matrix = runpy.run_path(str(MATRIX))
+            yield from variant_problems(ours, matrix, self._module("gpu_preflight", "gpu_check"))
         if "sglang" in ran:
             yield from deployment_problems(ours, self._module("sglang", "sglang_deployments"))
         yield from limit_problems(fleet, running)

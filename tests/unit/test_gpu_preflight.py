@@ -4,13 +4,17 @@ The answers of the H200, of no device and of an unknown field were recorded; the
 """
 
 import dataclasses
+import re
+import runpy
 from typing import Any
 
 import pytest
+from ansible.errors import AnsibleActionFail
 
-from tests.unit.loading import load
+from tests.unit.loading import ROOT, load
 
 gpu_check = load("roles/gpu_preflight/library/gpu_check.py")
+row = runpy.run_path(str(ROOT / "roles/gpu_preflight/action_plugins/gpu_check.py"))["row"]
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
 H200 = f"0, NVIDIA H200, {UUID}, 00000000:00:06.0, 143771, 9.0, 580.159.04, Disabled\n"
@@ -176,3 +180,55 @@ def test_gpu_that_is_cut_into_instances_is_refused() -> None:
     (one,) = gpu_check.parse(0, H200.replace("Disabled", "Enabled"))
     (problem,) = gpu_check.gpu_problems(wanted(model="NVIDIA H200", count=1), [one])
     assert problem.endswith("End it on the host: nvidia-smi -i 0 -mig 0.")
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("NVIDIA GeForce RTX 5090", "geforce"),
+        ("NVIDIA RTX A6000", "workstation"),
+        (PRO_6000, "workstation"),
+        ("NVIDIA GB10", "workstation"),
+        ("NVIDIA B200", "data_center"),
+        ("NVIDIA A100-SXM4-80GB", "data_center"),
+        ("NVIDIA L40S", "data_center"),
+    ],
+)
+def test_class_of_a_gpu(model: str, expected: str) -> None:
+    assert gpu_check.gpu_class(model) == expected
+
+
+@pytest.mark.parametrize(("driver", "refused"), [("570.148.08", True), ("580.65.06", False), ("580.9", True)])
+def test_cuda_13_on_an_older_driver_is_refused(driver: str, refused: bool) -> None:
+    gpus = [gpu(driver_version=driver), gpu(index=1, driver_version=driver)]
+    found = gpu_check.gpu_problems(wanted(cuda=gpu_check.Cuda(**row("cu130"))), gpus)
+    said = (
+        f"gpu_preflight_cuda_variant: 'cu130' needs driver 580.65 or newer for NVIDIA RTX A6000, and it is {driver}. "
+        "Raise nvidia_driver_version on the host and its containers, or choose a variant of an older CUDA "
+        "(`python -m images list`)."
+    )
+    assert found == ([said] if refused else [])
+
+
+def test_each_class_has_its_own_floor() -> None:
+    cuda = gpu_check.Cuda("cu130", {"data_center": "535.1", "geforce": "580.65"}, ["9.0"])
+    assert gpu_check.cuda_problems(cuda, "NVIDIA H200", "9.0", "535.2") == []
+    (said,) = gpu_check.cuda_problems(cuda, "NVIDIA RTX A6000", "9.0", "535.2")
+    assert "needs driver 580.65 or newer" in said, "a class without a floor has the highest"
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"),
+    [("8.6", False), ("8.9", False), ("12.1", False), ("7.5", True), ("11.0", True), ("", False)],
+)
+def test_code_of_a_variant_runs_on_later_gpus_of_the_same_major(capability: str, refused: bool) -> None:
+    cuda = gpu_check.Cuda("x", {"data_center": "1"}, ["8.0", "8.6", "12.0"])
+    found = gpu_check.cuda_problems(cuda, "NVIDIA X", capability, "2")
+    assert [bool(re.search(f"8.0, 8.6, 12.0, and NVIDIA X has {capability}", one)) for one in found] == [True] * refused
+
+
+def test_an_unknown_variant_is_refused_on_the_controller() -> None:
+    with pytest.raises(
+        AnsibleActionFail, match=r"gpu_preflight_cuda_variant: There is no variant 'cu131'\. Use one of"
+    ):
+        row("cu131")

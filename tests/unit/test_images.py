@@ -1,13 +1,18 @@
 """The matrix is read strictly, and a lock that is not its variant's is refused with package and remedy."""
 
+import dataclasses
+import hashlib
 import re
+import shutil
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from images import __main__ as command
-from images import lock_check, matrix
+from images import lock, lock_check, matrix
 from tests.unit.loading import ROOT
 
 VARIANTS = matrix.read()
@@ -150,14 +155,92 @@ def test_a_lock_of_another_variant_names_every_difference() -> None:
     text = found(LOCK, "cu129")
     for package in ("torch", "sglang-kernel", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "cuda-toolkit"):
         assert re.search(rf"^{package}\b", text, re.M), package
-    assert "nvidia-cutlass-dsl-libs" not in text
+    assert "nvidia-cutlass-dsl-libs-cu12" not in text
 
 
-def test_a_declaration_is_the_matrix_own() -> None:
-    stack = VARIANTS["cu130"].stack("serve")
-    assert lock_check.declaration_problems(stack, "# why\nsglang==0.5.17  # pinned\n") == []
-    assert "['sglang==0.5.16']" in lock_check.declaration_problems(stack, "sglang==0.5.16")[0]
-    assert lock_check.declaration_problems(stack, "sglang==0.5.17\nvllm==1.0\n") != []
+def wheel(index: Path, name: str, version: str, requires: str = "") -> None:
+    """Put a package without content into an index in the form of folders."""
+    folder, module = index / name, name.replace("-", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{module}-{version}-py3-none-any.whl"
+    info = f"{module}-{version}.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    links = [f'<a href="{one.name.replace("+", "%2B")}">{one.name}</a>' for one in sorted(folder.glob("*.whl"))]
+    (folder / "index.html").write_text("\n".join(links))
+
+
+def cu129_at(own: Path) -> tuple[matrix.Variant, matrix.Stack]:
+    """Return the row cu129 with its indexes in a folder."""
+    variant = VARIANTS["cu129"]
+    there = dataclasses.replace(variant, indexes=dict.fromkeys(variant.indexes, own.as_uri()))
+    return there, there.stack("serve")
+
+
+@pytest.fixture
+def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Return the default index and one for CUDA 12.9, with what SGLang asks for there."""
+    default, own = tmp_path / "default", tmp_path / "own"
+    packages = VARIANTS["cu129"].stack("serve").packages
+    extras = "".join(f"Provides-Extra: {one}\n" for one in ("cu12", "cu13"))
+    for name, version in packages.items():
+        plain = version.split("+")[0]
+        needs = {
+            "sglang": "".join(
+                f"Requires-Dist: {one}\n" for one in (*packages, "nvidia-cutlass-dsl[cu13]") if one != "sglang"
+            )
+        }
+        wheel(own if name in VARIANTS["cu129"].indexes else default, name, version, needs.get(name, ""))
+        if version != plain:
+            wheel(default, name, plain)
+    wheel(
+        default,
+        "nvidia-cutlass-dsl",
+        "4.6.0",
+        f"{extras}Requires-Dist: nvidia-cutlass-dsl-libs-cu13; extra == 'cu13'\n",
+    )
+    wheel(default, "nvidia-cutlass-dsl-libs-cu13", "4.6.0")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", default.as_uri())
+    monkeypatch.setenv("UV_INDEX", "")
+    monkeypatch.setenv("UV_NO_CONFIG", "1")
+    return default, own
+
+
+def test_packages_with_an_index_of_their_own_are_locked_from_there_only(
+    indexes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    variant, stack = cu129_at(indexes[1])
+    made = tmp_path / "cu129-serve.txt"
+    lock.write(variant, stack, made, upgrade=False)
+    assert lock_check.problems(variant, stack, made.read_text()) == []
+    for name in variant.indexes:
+        (file,) = (indexes[1] / name).glob("*.whl")
+        assert hashlib.sha256(file.read_bytes()).hexdigest() in made.read_text()
+    assert "nvidia-cutlass-dsl==" in made.read_text()
+    assert "nvidia-cutlass-dsl-libs-cu13" not in made.read_text(), "it is excluded"
+
+
+def test_the_default_index_never_stands_in_for_a_package_own(indexes: tuple[Path, Path], tmp_path: Path) -> None:
+    variant, stack = cu129_at(indexes[1])
+    shutil.rmtree(indexes[1] / "torch")
+    wheel(indexes[0], "torch", "2.11.0+cu129")
+    made = tmp_path / "cu129-serve.txt"
+    made.write_text("former\n")
+    with pytest.raises(
+        lock.LockError, match=r"(?s)cu129-serve\.txt was not made \(torch from file://.*torch.*images/matrix"
+    ):
+        lock.write(variant, stack, made, upgrade=False)
+    assert made.read_text() == "former\n"
+
+
+def test_a_compiler_of_another_cuda_is_refused() -> None:
+    for package in lock_check.COMPILERS["13"]:
+        text = re.sub(rf"\n{package}==\S+", f"\n{package}==13.5.37", LOCK)
+        assert f"{package}==13.5.37 compiles for a newer or older CUDA than 13.0" in found(text)
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,31 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "kpro6: gpu_preflight_model: is 'NVIDIA RTX PRO 6000 Blackwell Server Edition', but gpu_preflight_simulated "
         "has NVIDIA H200. Correct one of the two.",
     ),
+    "CUDA that the driver is too old for": (
+        {
+            "kpro5": {"nvidia_driver_version": "570.148.08-1"},
+            "ct129": {"uv_venv_required_mib": 1},
+        },
+        "ct129: gpu_preflight_cuda_variant: 'cu130' needs driver 580.65 or newer for NVIDIA RTX A6000, and it is "
+        "570.148.08-1. Raise nvidia_driver_version on the host and its containers, or choose a variant of an older "
+        "CUDA (`python -m images list`).",
+    ),
+    "CUDA that has no code for the GPU": (
+        {"ct129": {"gpu_preflight_compute_capability": "7.5"}},
+        "ct129: gpu_preflight_cuda_variant: 'cu130' has code for compute capability 8.0, 8.6, 8.9, 9.0, 10.0, 10.3, "
+        "12.0, and NVIDIA RTX A6000 has 7.5. Choose another variant (`python -m images list`).",
+    ),
+    "unknown CUDA variant": (
+        {"ct129": {"gpu_preflight_cuda_variant": "cu131", "uv_venv_requirements": "images/locks/cu130-serve.txt"}},
+        "ct129: gpu_preflight_cuda_variant: There is no variant 'cu131'. Use one of cu128, cu129, cu130, cu130-newest.",
+    ),
+    "lock of another CUDA, and DFLASH where there is none": (
+        {"ct200": {"gpu_preflight_cuda_variant": "cu128", "uv_venv_requirements": "images/locks/cu130-serve.txt"}},
+        "ct200: sglang_deployments, qwen-dflash: cu128 refuses DFLASH: no release of SGLang with DFLASH is built for "
+        "CUDA 12.8. Use NEXTN here, or cu129 on driver 575 or later.\n"
+        "ct200: uv_venv_requirements: images/locks/cu130-serve.txt belongs to cu130, but gpu_preflight_cuda_variant is "
+        "'cu128'. Write images/locks/cu128-serve.txt.",
+    ),
     "lock that is not there": (
         {"ct200": {"uv_venv_requirements": "images/locks/none.txt"}},
         f"ct200: uv_venv_requirements: images/locks/none.txt is not below {ROOT} on the controller. Correct the path.",

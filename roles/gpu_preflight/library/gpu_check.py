@@ -27,6 +27,14 @@ options:
   compute_capability: {type: str, default: "", description: Compute capability of every GPU, else the model's own.}
   min_memory_mib: {type: int, default: 0, description: Least memory of each GPU in MiB.}
   min_driver: {type: str, default: "", description: Oldest driver that can run the deployment's CUDA.}
+  cuda_variant: {type: str, default: "", description: Row of images/matrix.yml. The controller makes O(cuda) of it.}
+  cuda:
+    type: dict
+    description: A row of images/matrix.yml.
+    options:
+      variant: {type: str, required: true, description: Its name.}
+      driver_floor: {type: dict, required: true, description: Oldest driver by class of GPU.}
+      architectures: {type: list, elements: str, required: true, description: Compute capabilities of its packages.}
   min_host_memory_mib: {type: int, default: 0, description: Least memory of the machine in MiB.}
   min_disk_mib: {type: dict, default: {}, description: Least free space in MiB by folder.}
   simulated:
@@ -47,7 +55,7 @@ EXAMPLES = r"""
   gpu_check:
     model: NVIDIA RTX A6000
     count: 2
-    min_driver: "580.65"
+    cuda_variant: cu130
 """
 
 RETURN = r"""
@@ -134,6 +142,21 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Cuda:
+    """A row of images/matrix.yml.
+
+    Attributes:
+        variant: its name, such as cu130.
+        driver_floor: oldest driver by class of GPU.
+        architectures: compute capabilities that its packages have code for.
+    """
+
+    variant: str
+    driver_floor: dict[str, str]
+    architectures: list[str]
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What a deployment needs; the fields are described in DOCUMENTATION."""
 
@@ -144,6 +167,7 @@ class Wanted:
     min_driver: str = ""
     min_host_memory_mib: int = 0
     min_disk_mib: dict[str, int] | None = None
+    cuda: Cuda | None = None
 
 
 def parse(code: int, output: str) -> list[Gpu]:
@@ -174,6 +198,44 @@ def parse(code: int, output: str) -> list[Gpu]:
 def version_key(version: str) -> tuple[int, ...]:
     """Return the numbers of a version, for comparing."""
     return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def gpu_class(model: str) -> str:
+    """Return the class of a GPU, as driver_floor names them, by its product name.
+
+    RTX cards for workstations and servers, and GB10, count as workstation: NVIDIA gives forward compatibility, which
+    lets an older driver run a newer CUDA, to its data-centre products only.
+    """
+    if "GeForce" in model:
+        return "geforce"
+    return "workstation" if re.search(r"\b(RTX|Quadro|GB10)\b", model) else "data_center"
+
+
+def cuda_problems(cuda: Cuda, model: str, capability: str, driver: str) -> list[str]:
+    """Return in what a GPU cannot run a CUDA variant.
+
+    Args:
+        cuda: the variant.
+        model: product name of the GPU.
+        capability: its compute capability; not compared where empty.
+        driver: version of its driver; not compared where empty.
+    """
+    place, problems = f"gpu_preflight_cuda_variant: {cuda.variant!r}", []
+    floor = cuda.driver_floor.get(gpu_class(model)) or max(cuda.driver_floor.values(), key=version_key)
+    if driver and version_key(driver) < version_key(floor):
+        problems.append(
+            f"{place} needs driver {floor} or newer for {model}, and it is {driver}. Raise nvidia_driver_version on "
+            "the host and its containers, or choose a variant of an older CUDA (`python -m images list`)."
+        )
+    if capability:
+        major, minor = version_key(capability)
+        built = [version_key(one) for one in cuda.architectures]
+        if not any(its_major == major and least <= minor for its_major, least in built):
+            problems.append(
+                f"{place} has code for compute capability {', '.join(cuda.architectures)}, and {model} has "
+                f"{capability}. Choose another variant (`python -m images list`)."
+            )
+    return problems
 
 
 def model_problems(wanted: Wanted, gpus: list[Gpu]) -> list[str]:
@@ -233,6 +295,9 @@ def gpu_problems(wanted: Wanted, gpus: list[Gpu]) -> list[str]:
                 f"gpu_preflight_min_driver: {wanted.min_driver} or newer is wanted, {driver} runs here. Raise "
                 "nvidia_driver_version on the host and its containers, or choose an older CUDA."
             )
+    if wanted.cuda:
+        found = [cuda_problems(wanted.cuda, gpu.name, gpu.compute_capability, gpu.driver_version) for gpu in gpus]
+        problems += dict.fromkeys(text for texts in found for text in texts)
     return problems
 
 
@@ -289,6 +354,14 @@ def main() -> None:
             "compute_capability": {"type": "str", "default": ""},
             "min_memory_mib": {"type": "int", "default": 0},
             "min_driver": {"type": "str", "default": ""},
+            "cuda": {
+                "type": "dict",
+                "options": {
+                    "variant": {"type": "str", "required": True},
+                    "driver_floor": {"type": "dict", "required": True},
+                    "architectures": {"type": "list", "elements": "str", "required": True},
+                },
+            },
             "min_host_memory_mib": {"type": "int", "default": 0},
             "min_disk_mib": {"type": "dict", "default": {}},
             "simulated": {"type": "list", "elements": "dict", "default": [], "options": gpu},
@@ -297,8 +370,10 @@ def main() -> None:
     )
     values = dict(module.params)
     simulated: list[dict[str, Any]] = values.pop("simulated")
-    wanted = Wanted(**{**values, "min_disk_mib": {key: int(size) for key, size in values["min_disk_mib"].items()}})
-    needs_gpu = bool(wanted.model or wanted.count or wanted.compute_capability or wanted.min_memory_mib)
+    values["min_disk_mib"] = {key: int(size) for key, size in values["min_disk_mib"].items()}
+    values["cuda"] = Cuda(**values["cuda"]) if values["cuda"] else None
+    wanted = Wanted(**values)
+    needs_gpu = bool(wanted.model or wanted.count or wanted.compute_capability or wanted.min_memory_mib or wanted.cuda)
     gpus: list[Gpu] = []
     program = module.get_bin_path("nvidia-smi")
     pending = False
