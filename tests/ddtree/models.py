@@ -18,22 +18,9 @@ QUERIES, VALUES = model.HEADS * model.HEAD_SIZE, model.KV_HEADS * model.HEAD_SIZ
 def drafter_config() -> dict[str, Any]:
     """Return config.json of a drafter for the lab's model."""
     return {
+        **model.config(),
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
         "num_hidden_layers": LAYERS,
-        "hidden_size": model.HIDDEN,
-        "intermediate_size": INNER,
-        "num_attention_heads": model.HEADS,
-        "num_key_value_heads": model.KV_HEADS,
-        "head_dim": model.HEAD_SIZE,
-        "vocab_size": model.VOCABULARY,
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
         "num_target_layers": model.LAYERS,
         "block_size": BLOCK,
         "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": LAYER_IDS},
