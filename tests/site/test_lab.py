@@ -177,16 +177,30 @@ def test_newer_ansible_changes_nothing_either(lab: Lab, tmp_path: Path) -> None:
         assert run.changed == 0
 
 
-def test_service_can_be_taken_away_and_comes_back(lab: Lab) -> None:
+def check_gone(lab: Lab, *roles: str) -> None:
+    """Run the checks that nothing of these roles is left."""
+    words = [str(Path(sys.executable).with_name("pytest")), "-p", "no:cacheprovider", "--inventory", str(INVENTORY)]
+    checks = [str(ROOT / "tests/testinfra/gone" / role) for role in roles]
+    done = subprocess.run([*words, *checks], cwd=ROOT, env=lab.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def test_everything_can_be_taken_away_and_comes_back(lab: Lab) -> None:
+    """The service, then what it ran from; the container itself stays."""
     in_use = lab.play("--tags", "runtime", uv_venv_state="absent")
     assert "Take the service away first" in in_use.output
     lab.get("/health")
     gone = lab.play("--tags", "serve", sglang_state="absent")
     assert gone.code == 0, gone.output[-4000:]
-    assert lab.container("systemctl list-units --all --no-legend 'sglang@*'") == ""
-    back = lab.play("--tags", "serve")
+    check_gone(lab, "sglang")
+    others = ("uv_venv", "shm", "nvidia_driver", "gpu_devices")
+    absent: dict[str, Any] = {f"{role}_state": "absent" for role in others}
+    gone = lab.play("--skip-tags", "serve,verify,container", **absent)
+    assert gone.code == 0, gone.output[-4000:]
+    check_gone(lab, *others)
+    back = lab.play()
     assert back.code == 0, back.output[-4000:]
-    lab.get("/health")
+    assert lab.play().changed == 0
 
 
 def deployment(**arguments: str) -> list[dict[str, Any]]:
